@@ -475,13 +475,15 @@ fn execute<M: LightningModule>(
     let make = || extras.parallelize();
     let connection = Trainer::connect_parallelized::<M>(&run, purpose(request.action), &make)?;
     let world = connection.world.clone();
-    let (_launched, mut trainer) = trainer(request, connection);
+    let (_launched, mut trainer) = trainer(request, connection, run.trainer.elastic.enabled);
     if let Some(parallelize) = extras.parallelize() {
         trainer = trainer.parallelize(move |model: &mut ModuleTree, mesh: &DeviceMesh| {
             parallelize.parallelize(model, mesh)
         });
     }
-    if request.action == Action::Fit && world.rank() == 0 && run.trainer.enable_plan {
+    // A process that joins a training under way does not keep the others waiting for a plan.
+    let begins = fulgurite_core::launch::generation() == 0;
+    if request.action == Action::Fit && world.rank() == 0 && run.trainer.enable_plan && begins {
         trainer = trainer.with_plan(plan::before_run::<M>(&run, world.size(), &make));
     }
     for make in &extras.callbacks {
@@ -511,10 +513,12 @@ fn execute<M: LightningModule>(
 fn trainer(
     request: &RunRequest,
     Connection { launched, world }: Connection,
+    elastic: bool,
 ) -> (LaunchedRank, Trainer) {
     let mut trainer =
         Trainer::new(world).with_program_start(launched.program_start).with_interrupt(interruption);
-    if launched.rank == 0 {
+    // In an elastic job another rank may become rank 0, whose receivers are used.
+    if launched.rank == 0 || elastic {
         if request.output == Output::Json {
             trainer = trainer.with_sink(Box::new(JsonLines::stdout()));
         } else {

@@ -10,6 +10,7 @@ mod counts;
 mod crash;
 mod data_report;
 mod diloco;
+mod elastic;
 mod errors;
 mod explained;
 mod faults;

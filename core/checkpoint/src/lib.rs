@@ -116,7 +116,8 @@ pub use peft::{
 pub use rank_zero::RankZeroSource;
 pub use save::{SaveRequest, after_commit, remove_unfinished, save};
 pub use shard_tensor::{
-    ShardTensor, model_tensors, optimizer_key, optimizer_tensors, parse_optimizer_key, shard_specs,
+    ShardTensor, model_tensors, optimizer_key, optimizer_tensors, parse_optimizer_key,
+    replica_tensors, shard_specs,
 };
 pub use source::{TensorInfo, TensorSource};
 pub use stored::StoredTensors;

@@ -11,6 +11,7 @@ use fulgurite_engine::mesh::{
 };
 use fulgurite_engine::module::ModuleTree;
 use fulgurite_engine::optim::StateTensor;
+use fulgurite_engine::parameter::Parameter;
 use fulgurite_engine::shard::{Region, ShardSpec};
 
 /// This rank's part of one tensor of a checkpoint.
@@ -41,14 +42,45 @@ pub fn model_tensors(
     tree: &ModuleTree,
     coordinate: impl Fn(&str) -> usize,
 ) -> Result<Vec<ShardTensor>> {
+    model_parts(tree, &coordinate, &Parameter::spec)
+}
+
+/// Returns the parts of the model and of the optimizer's state that this rank owns in its replica.
+///
+/// As [`model_tensors`] and [`optimizer_tensors`] on a mesh without
+/// [`DATA_PARALLEL_REPLICATE`]: the ranks of each replica have everything. For a checkpoint that
+/// some ranks save after others were lost. Not collective.
+///
+/// # Errors
+/// As [`optimizer_tensors`]. Also if replicas divide the optimizer's state between them.
+pub fn replica_tensors(
+    tree: &ModuleTree,
+    states: &[StateTensor],
+    coordinate: impl Fn(&str) -> usize,
+) -> Result<(Vec<ShardTensor>, Vec<ShardTensor>)> {
+    let spec = |parameter: &Parameter| {
+        let mut spec = parameter.spec();
+        spec.cuts.retain(|cut| cut.mesh_dim != DATA_PARALLEL_REPLICATE);
+        spec
+    };
+    let in_replica = |dim: &str| if dim == DATA_PARALLEL_REPLICATE { 0 } else { coordinate(dim) };
+    let model = model_parts(tree, &in_replica, &spec)?;
+    Ok((model, optimizer_parts(tree, states, &in_replica, &spec)?))
+}
+
+fn model_parts(
+    tree: &ModuleTree,
+    coordinate: &impl Fn(&str) -> usize,
+    spec: &impl Fn(&Parameter) -> ShardSpec,
+) -> Result<Vec<ShardTensor>> {
     let parameters = tree.parameters().iter().map(|parameter| {
         let local = parameter.local()?;
         let name = parameter.fqn();
-        owned(name, &local.values, &local.region, &parameter.spec(), &coordinate)
+        owned(name, &local.values, &local.region, &spec(parameter), coordinate)
     });
     let buffers = tree
         .persistent_buffers()
-        .map(|buffer| of_first_rank(buffer.fqn(), &buffer.value()?, buffer.shape(), &coordinate));
+        .map(|buffer| of_first_rank(buffer.fqn(), &buffer.value()?, buffer.shape(), coordinate));
     parameters.chain(buffers).collect()
 }
 
@@ -89,6 +121,15 @@ pub fn optimizer_tensors(
     states: &[StateTensor],
     coordinate: impl Fn(&str) -> usize,
 ) -> Result<Vec<ShardTensor>> {
+    optimizer_parts(tree, states, &coordinate, &Parameter::spec)
+}
+
+fn optimizer_parts(
+    tree: &ModuleTree,
+    states: &[StateTensor],
+    coordinate: &impl Fn(&str) -> usize,
+    spec: &impl Fn(&Parameter) -> ShardSpec,
+) -> Result<Vec<ShardTensor>> {
     states
         .iter()
         .map(|state| {
@@ -97,11 +138,11 @@ pub fn optimizer_tensors(
                     format!("has state `{}` in the optimizer but is not in the model", state.name);
                 return Err(Error::parameter(&state.fqn, message));
             };
-            let spec = parameter.spec();
+            let spec = spec(parameter);
             let name = optimizer_key(&state.fqn, state.name);
             if spec.shape != state.shape {
                 if state.region == Region::full(&state.shape) {
-                    return of_first_rank(&name, &state.values, &state.shape, &coordinate);
+                    return of_first_rank(&name, &state.values, &state.shape, coordinate);
                 }
                 let message = format!(
                     "has shape {:?}, and this rank has a part of its optimizer state `{}`, of shape {:?}; \
@@ -110,7 +151,7 @@ pub fn optimizer_tensors(
                 );
                 return Err(Error::parameter(&state.fqn, message));
             }
-            owned(&name, &state.values, &state.region, &spec, &coordinate)
+            owned(&name, &state.values, &state.region, &spec, coordinate)
         })
         .collect()
 }

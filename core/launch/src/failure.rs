@@ -8,6 +8,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::attempt::end_by;
+use super::elastic::reason;
 use super::panics::is_caught;
 use super::process::PROCESS;
 use super::rank::{Membership, RankInfo, membership};
@@ -166,7 +167,8 @@ impl Membership {
         let agent_says = has_agent() && (local_rank > 0 || local.contains(rank));
         if !self.supervisor_prints() && !agent_says {
             print_message(&format!(
-                "error: rank {own} stops, because rank {rank} failed: {message}"
+                "error: rank {own} stops, because rank {rank} failed: {}",
+                reason(message)
             ));
         }
     }

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, SystemTime};
 
 use super::attempt::remember;
+use super::elastic::{Elastic, join_next_generation};
 use super::job_secret;
 use super::process::PROCESS;
 use super::rank::{LaunchedRank, Membership, RankInfo, membership};
@@ -43,6 +44,9 @@ pub struct LaunchOptions {
     /// job, and rank 0 prints a warning. Ranks that this program starts itself share a random
     /// secret.
     pub job_key_file: Option<PathBuf>,
+    /// How a job goes on that has lost a rank. `None`: it ends. Only for ranks that this program
+    /// starts itself.
+    pub elastic: Option<Elastic>,
 }
 
 impl Default for LaunchOptions {
@@ -55,6 +59,7 @@ impl Default for LaunchOptions {
             environment: None,
             timeout,
             job_key_file: None,
+            elastic: None,
         }
     }
 }
@@ -121,7 +126,9 @@ fn become_rank(
         ));
     }
     if let Some(membership) = membership() {
-        check_same_world_size(&options, membership.info.world_size)?;
+        if membership.generation == 0 {
+            check_same_world_size(&options, membership.info.world_size)?;
+        }
         return Ok(membership.launched());
     }
     let variables = Variables::current();
@@ -131,6 +138,14 @@ fn become_rank(
     let environment = find_environment(&options, &variables)?;
     match environment {
         Some(environment) if environment.creates_processes_externally() => {
+            if options.elastic.is_some() {
+                return Err(Error::Launch(format!(
+                    "trainer.elastic.enabled = true works with ranks that this program starts itself, and `{}` has \
+                     started this one. Leave the key out: its launcher starts lost ranks again, and the training \
+                     goes on from its last checkpoint",
+                    environment.name()
+                )));
+            }
             remember(environment.as_ref());
             let launched = join_started(&options, environment.as_ref(), &variables, started)?;
             if launched.rank == 0 {
@@ -145,6 +160,11 @@ fn become_rank(
             }
             let name = alone.map_or("local", |environment| environment.name());
             if devices == 1 {
+                if options.elastic.is_some() {
+                    print_message(
+                        "warning: trainer.elastic.enabled = true, but one rank has no others that could go on",
+                    );
+                }
                 check(devices)?;
                 return launch_single_process(started, name);
             }
@@ -154,7 +174,7 @@ fn become_rank(
             }
             check(devices)?;
             warn_if_crowded(devices);
-            match supervise(devices, started, &variables)? {}
+            match supervise(devices, started, &variables, options.elastic)? {}
         }
     }
 }
@@ -196,7 +216,7 @@ fn launch_single_process(started: f64, environment: &'static str) -> Result<Laun
     signals::handle(SecondSignal::Exit)?;
     PROCESS.alone.store(true, Ordering::Relaxed);
     let store = Arc::new(LocalStore::new());
-    Ok(LaunchedRank::new(RankInfo::ALONE, None, store, started, environment, None))
+    Ok(LaunchedRank::new(RankInfo::ALONE, None, store, started, environment, 0, None))
 }
 
 /// Joins the job as a rank started by this program's supervisor.
@@ -205,13 +225,14 @@ fn join_supervisor(options: &LaunchOptions, env: RankEnv) -> Result<LaunchedRank
     signals::handle(SecondSignal::Ignore)?;
     env.die_with_supervisor()?;
     let key = env.key();
-    let RankEnv { supervisor, started, info, port, .. } = env;
+    let RankEnv { supervisor, started, info, generation, port, .. } = env;
     let identity = ClientIdentity { key, rank: info.rank, world_size: info.world_size };
     let client_options = client_options(StoreHost::Supervisor);
     let timeout = options.timeout;
     let client = TcpStore::connect_with("127.0.0.1", port, identity, timeout, client_options)?;
     let membership = Membership {
         info,
+        generation,
         address: None,
         client: Arc::new(client),
         server: None,
@@ -281,6 +302,7 @@ fn join_started(
     let client = TcpStore::connect_with(&host, port, identity, options.timeout, client_options)?;
     let membership = Membership {
         info,
+        generation: 0,
         address,
         client: Arc::new(client),
         server,
@@ -377,16 +399,24 @@ pub(super) fn reached_by_others(
     }
 }
 
-fn client_options(host: StoreHost) -> ClientOptions {
+pub(super) fn client_options(host: StoreHost) -> ClientOptions {
     ClientOptions { host, give_up: signals::give_up }
 }
 
 fn join(membership: Membership, options: &LaunchOptions) -> Result<LaunchedRank> {
     let membership = membership.enter();
     membership.end_on_panic();
-    check_same_world_size(options, membership.info.world_size)?;
-    membership.client.wait_for_all(options.timeout)?;
-    Ok(membership.launched())
+    if membership.generation == 0 {
+        check_same_world_size(options, membership.info.world_size)?;
+    }
+    match membership.client.wait_for_all(options.timeout) {
+        Ok(()) => Ok(membership.launched()),
+        // Another rank was lost while this new one started.
+        Err(error @ Error::PeerFailed { .. }) => {
+            join_next_generation(Duration::ZERO, options.timeout)?.ok_or(error)
+        }
+        Err(error) => Err(error),
+    }
 }
 
 /// Cores that this process may use.

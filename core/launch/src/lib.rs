@@ -38,6 +38,10 @@
 //! two seconds to stop, and then ends them. If the supervisor is killed, the kernel kills its ranks
 //! (on Linux).
 //!
+//! Under an [`Elastic`] supervisor, the loss of a rank ends only a *generation* of the job. A lost
+//! process is replaced, or its rank left out, and the other ranks go on in the next generation
+//! ([`join_next_generation`]).
+//!
 //! Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP ask all ranks to finish their step ([`interruption`]). A
 //! second signal ends them at once, with two exceptions: SIGUSR1 only announces another signal, and
 //! SIGHUP comes twice when a terminal closes. While the job starts ([`Starting`]) there is no step
@@ -49,8 +53,10 @@
 
 pub mod agent;
 mod attempt;
+mod elastic;
 pub mod environment;
 mod failure;
+mod job_memory;
 mod job_secret;
 mod launcher;
 mod memory;
@@ -65,10 +71,12 @@ mod supervisor;
 mod threads;
 
 pub use attempt::{Attempt, attempt};
+pub use elastic::{Elastic, generation, join_next_generation};
 pub use failure::{PANIC_EXIT_CODE, PEER_FAILED_EXIT_CODE, report_and_exit_code};
 pub use fulgurite_store::{
     ClientIdentity, JobKey, LocalStore, LostRankPolicy, Patience, Store, StoreServer, TcpStore,
 };
+pub use job_memory::job_memory;
 pub use launcher::{LaunchOptions, launch, launch_checked};
 pub use memory::HostMemory;
 pub use panics::{catch_panic, print_panics};

@@ -1,7 +1,7 @@
 //! The state of this process in its job.
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize};
-use std::sync::{Mutex, OnceLock};
+use std::sync::{Mutex, OnceLock, RwLock};
 
 use rayon::ThreadPool;
 
@@ -16,7 +16,7 @@ pub(super) static PROCESS: Process = Process {
     launching: Mutex::new(()),
     attempt: OnceLock::new(),
     alone: AtomicBool::new(false),
-    membership: OnceLock::new(),
+    membership: RwLock::new(None),
     starting: AtomicUsize::new(0),
     arrived: OnceLock::new(),
     agreed: AtomicI32::new(0),
@@ -31,8 +31,9 @@ pub(super) struct Process {
     pub(super) attempt: OnceLock<Known>,
     /// Whether this process was launched as a job of one rank.
     pub(super) alone: AtomicBool,
-    /// The process's part in a job of several ranks, once launched.
-    pub(super) membership: OnceLock<Membership>,
+    /// The process's part in a job of several ranks, once launched: that of the present
+    /// generation. Memberships live as long as the process.
+    pub(super) membership: RwLock<Option<&'static Membership>>,
     /// Number of live [`Starting`](super::Starting)s.
     pub(super) starting: AtomicUsize,
     /// Received signals, once they are handled. In a rank they stay set; the supervisor takes them.

@@ -74,6 +74,8 @@ pub struct LaunchedRank {
     /// Number of restarts by the job's launcher or scheduler; see
     /// [`restart_count`](crate::environment::ClusterEnvironment::restart_count).
     pub restart_count: u64,
+    /// The job's generation: 0 until it loses a rank; see [`Elastic`](super::Elastic).
+    pub generation: u64,
     /// Held for its `Drop`. `None` in a job of one process.
     _presence: Option<Arc<Presence>>,
 }
@@ -85,6 +87,7 @@ impl LaunchedRank {
         store: Arc<dyn Store>,
         program_start: f64,
         environment: &'static str,
+        generation: u64,
         presence: Option<Arc<Presence>>,
     ) -> Self {
         let RankInfo { rank, world_size, local_rank, local_world_size, node_rank } = info;
@@ -99,6 +102,7 @@ impl LaunchedRank {
             program_start,
             environment,
             restart_count: restart_count(),
+            generation,
             _presence: presence,
         }
     }
@@ -114,19 +118,20 @@ impl std::fmt::Debug for LaunchedRank {
             .field("node_rank", &self.node_rank)
             .field("environment", &self.environment)
             .field("restart_count", &self.restart_count)
+            .field("generation", &self.generation)
             .finish_non_exhaustive()
     }
 }
 
 /// A token for taking part in the job: dropping the last one announces that this rank leaves. A
 /// program may launch again after that.
-pub(super) struct Presence(());
+pub(super) struct Presence(&'static Membership);
 
 impl Drop for Presence {
     fn drop(&mut self) {
         // A panic is not an announced end; the panic hook reports it.
-        if let (false, Some(membership)) = (std::thread::panicking(), membership()) {
-            membership.set_left(true);
+        if !std::thread::panicking() {
+            self.0.set_left(true);
         }
     }
 }
@@ -135,6 +140,8 @@ impl Drop for Presence {
 /// the process is reported too.
 pub(super) struct Membership {
     pub(super) info: RankInfo,
+    /// The job's generation; see [`Elastic`](super::Elastic).
+    pub(super) generation: u64,
     /// Like [`LaunchedRank::address`].
     pub(super) address: Option<IpAddr>,
     pub(super) client: Arc<TcpStore>,
@@ -150,21 +157,23 @@ pub(super) struct Membership {
 
 /// This process's part in a job of several ranks, once launched.
 pub(super) fn membership() -> Option<&'static Membership> {
-    PROCESS.membership.get()
+    *PROCESS.membership.read().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Membership {
-    /// Sets the process's membership; called once.
+    /// Makes this the process's membership; called once in each generation.
     pub(super) fn enter(self) -> &'static Self {
-        PROCESS.membership.get_or_init(|| self)
+        let membership = &*Box::leak(Box::new(self));
+        *PROCESS.membership.write().unwrap_or_else(PoisonError::into_inner) = Some(membership);
+        membership
     }
 
     /// A [`LaunchedRank`] for the program.
-    pub(super) fn launched(&self) -> LaunchedRank {
+    pub(super) fn launched(&'static self) -> LaunchedRank {
         let mut presence = self.presence.lock().unwrap_or_else(PoisonError::into_inner);
         let present = presence.upgrade().unwrap_or_else(|| {
             self.set_left(false);
-            let new = Arc::new(Presence(()));
+            let new = Arc::new(Presence(self));
             *presence = Arc::downgrade(&new);
             new
         });
@@ -175,6 +184,7 @@ impl Membership {
             store,
             self.started,
             self.environment,
+            self.generation,
             Some(present),
         )
     }

@@ -9,6 +9,8 @@ use crate::{Error, Result};
 use fulgurite_store::JobKey;
 
 const SUPERVISOR: &str = "FULGURITE_SUPERVISOR";
+/// The generation of a job whose supervisor lets it go on ([`crate::Elastic`]).
+const GENERATION: &str = "FULGURITE_GENERATION";
 const START_TIME: &str = "FULGURITE_START_TIME";
 /// The process id of the agent that started this rank ([`crate::agent`]).
 pub(super) const AGENT_VARIABLE: &str = "FULGURITE_AGENT";
@@ -25,17 +27,20 @@ pub(super) struct RankEnv {
     /// When the supervisor was started, in seconds since 1970.
     pub(super) started: f64,
     pub(super) info: RankInfo,
+    /// The job's generation.
+    pub(super) generation: u64,
     /// The store's port on this host.
     pub(super) port: u16,
 }
 
 impl RankEnv {
-    pub(super) fn variables(&self) -> [(&'static str, String); 11] {
+    pub(super) fn variables(&self) -> [(&'static str, String); 12] {
         let info = &self.info;
         [
             (SUPERVISOR, self.supervisor.to_string()),
             (JOB_KEY_VARIABLE, self.secret.clone()),
             (START_TIME, format!("{:.6}", self.started)),
+            (GENERATION, self.generation.to_string()),
             ("RANK", info.rank.to_string()),
             ("WORLD_SIZE", info.world_size.to_string()),
             ("LOCAL_RANK", info.local_rank.to_string()),
@@ -47,9 +52,9 @@ impl RankEnv {
         ]
     }
 
-    /// The job's key.
+    /// The key of this generation of the job.
     pub(super) fn key(&self) -> JobKey {
-        JobKey::new(&self.secret, "supervised")
+        JobKey::new(&self.secret, &format!("supervised {}", self.generation))
     }
 
     pub(super) fn set(&self, command: &mut Command) {
@@ -75,6 +80,7 @@ impl RankEnv {
             secret: variables.require(JOB_KEY_VARIABLE, "the job's secret")?,
             started: variables.require(START_TIME, "seconds since 1970")?,
             info,
+            generation: variables.require(GENERATION, "the job's generation")?,
             port: variables.require("MASTER_PORT", "the store's port")?,
         }))
     }
@@ -180,7 +186,14 @@ mod tests {
     fn a_rank_reads_what_its_supervisor_set() {
         let info =
             RankInfo { rank: 1, world_size: 3, local_rank: 1, local_world_size: 3, node_rank: 0 };
-        let env = RankEnv { supervisor: 1, secret: "a b".into(), started: 12.5, info, port: 4711 };
+        let env = RankEnv {
+            supervisor: 1,
+            secret: "a b".into(),
+            started: 12.5,
+            info,
+            generation: 3,
+            port: 4711,
+        };
         let variables = env.variables();
         let read = variables.iter().map(|(name, value)| (*name, value.as_str())).collect();
         assert_eq!(RankEnv::read(&read).unwrap(), Some(env));

@@ -19,6 +19,12 @@ pub(super) fn has_ended(process: &Child) -> bool {
     !matches!(waitid(WaitId::Pid(Pid::from_child(process)), looks), Ok(None))
 }
 
+/// Returns whether a process is stopped (by SIGSTOP, not by a debugger). Linux only.
+pub(super) fn is_stopped(process: &Child) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.id())).unwrap_or_default();
+    stat.rsplit_once(')').is_some_and(|(_, fields)| fields.trim_start().starts_with('T'))
+}
+
 /// Reaps an ended process. Returns exit code 1 if SIGCHLD is ignored and the status is unknown.
 pub(super) fn end_of(process: &mut Child) -> ExitStatus {
     process.wait().unwrap_or(ExitStatus::from_raw(1 << 8))

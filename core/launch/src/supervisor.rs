@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 
+use super::elastic::{Elastic, Invitation};
 use super::failure::PEER_FAILED_EXIT_CODE;
+use super::job_memory::JobMemory;
 use super::launcher::threads_per_rank;
 use super::orphans::Orphans;
 use super::rank::RankInfo;
@@ -17,7 +19,7 @@ use super::rank_process::{self, Escalation};
 use super::signals::{self, SecondSignal};
 use crate::environment::Variables;
 use crate::{Error, Result};
-use fulgurite_error::{advice, output, print_message};
+use fulgurite_error::{advice, counted, output, print_message};
 use fulgurite_store::{JobKey, LostRankPolicy, Patience, StoreServer};
 
 /// The variable for the number of rayon's threads, which candle uses too.
@@ -28,44 +30,42 @@ const POLL_INTERVAL: Duration = Duration::from_millis(15);
 const GRACE: Duration = Duration::from_secs(2);
 /// How long to wait for a failure that a rank knows and this process does not know yet.
 const CAUSE_GRACE: Duration = Duration::from_secs(3);
+/// How long a rank of an elastic job may be stopped (SIGSTOP) while others run.
+const STOPPED_GRACE: Duration = Duration::from_secs(2);
 
 /// Runs this program again as `devices` ranks and, when they have ended, ends this process.
 ///
 /// # Errors
 /// If a rank cannot be started; the ranks started before are killed.
-pub(super) fn supervise(devices: usize, started: f64, variables: &Variables) -> Result<Infallible> {
+pub(super) fn supervise(
+    devices: usize,
+    started: f64,
+    variables: &Variables,
+    elastic: Option<Elastic>,
+) -> Result<Infallible> {
     signals::handle(SecondSignal::Ignore)?;
     let orphans = Orphans::adopt();
-    let secret = JobKey::random_secret()?;
-    let env = |rank, port| RankEnv {
-        supervisor: std::process::id().cast_signed(),
-        secret: secret.clone(),
-        started,
-        info: RankInfo {
-            rank,
-            world_size: devices,
-            local_rank: rank,
-            local_world_size: devices,
-            node_rank: 0,
-        },
-        port,
-    };
-    let address = (Ipv4Addr::LOCALHOST, 0).into();
-    let key = env(0, 0).key();
-    let server = StoreServer::bind(address, key, devices, LostRankPolicy::ParentReports)?;
+    let job = Job { secret: JobKey::random_secret()?, started, variables: variables.clone() };
+    let server = job.host_store(0, devices)?;
+    let memory = elastic.is_some().then(JobMemory::new);
     let mut ranks = Ranks {
         ranks: Vec::new(),
         orphans,
+        job,
+        generation: 0,
+        elastic,
+        joining: None,
         server,
+        earlier: Vec::new(),
         stopped_by_unknown: None,
         failed: None,
         interrupted: None,
         killed: false,
     };
     for rank in 0..devices {
-        let env = env(rank, ranks.server.address().port());
-        match start(&env, variables) {
-            Ok(process) => ranks.ranks.push(Rank { process, end: None, description: None }),
+        let port = ranks.server.address().port();
+        match ranks.job.start(rank, devices, 0, port) {
+            Ok(process) => ranks.ranks.push(Rank::new(process, 0)),
             Err(error) => {
                 ranks.signal_all(Signal::KILL);
                 ranks.ranks.iter_mut().for_each(|rank| drop(rank.process.wait()));
@@ -75,7 +75,7 @@ pub(super) fn supervise(devices: usize, started: f64, variables: &Variables) -> 
     }
     let code = ranks.run();
     let hurry = ranks.killed || ranks.failed.is_some();
-    drop(ranks);
+    drop((ranks, memory));
     match hurry {
         true => output::flush_briefly(),
         false => output::flush(),
@@ -83,30 +83,69 @@ pub(super) fn supervise(devices: usize, started: f64, variables: &Variables) -> 
     std::process::exit(code)
 }
 
-fn start(env: &RankEnv, variables: &Variables) -> Result<Child> {
-    let RankInfo { rank, world_size, .. } = env.info;
-    let fail = |what: &str, e: std::io::Error| {
-        let advice = advice(&e);
-        Error::Launch(format!("cannot start rank {rank} of {world_size}: {what}: {e}{advice}"))
-    };
-    let program = std::env::current_exe().map_err(|e| fail("finding this program's file", e))?;
-    let mut command = Command::new(&program);
-    command.args(std::env::args_os().skip(1));
-    env.set(&mut command);
-    if !variables.is_set(THREADS_VARIABLE) {
-        command.env(THREADS_VARIABLE, threads_per_rank(world_size).to_string());
+/// What every rank of the job is started with.
+struct Job {
+    secret: String,
+    started: f64,
+    variables: Variables,
+}
+
+impl Job {
+    fn env(&self, info: RankInfo, generation: u64, port: u16) -> RankEnv {
+        let supervisor = std::process::id().cast_signed();
+        let (secret, started) = (self.secret.clone(), self.started);
+        RankEnv { supervisor, secret, started, info, generation, port }
     }
-    // Only rank 0 may read the terminal.
-    if rank > 0 {
-        command.stdin(Stdio::null());
+
+    /// Hosts the store of a generation.
+    fn host_store(&self, generation: u64, world_size: usize) -> Result<StoreServer> {
+        let key = self.env(RankInfo::ALONE, generation, 0).key();
+        let address = (Ipv4Addr::LOCALHOST, 0).into();
+        StoreServer::bind(address, key, world_size, LostRankPolicy::ParentReports)
     }
-    command.spawn().map_err(|e| fail(&format!("running {}", program.display()), e))
+
+    /// Starts a rank of a generation, whose store has this port.
+    fn start(&self, rank: usize, world_size: usize, generation: u64, port: u16) -> Result<Child> {
+        let fail = |what: &str, e: std::io::Error| {
+            let advice = advice(&e);
+            Error::Launch(format!("cannot start rank {rank} of {world_size}: {what}: {e}{advice}"))
+        };
+        let program =
+            std::env::current_exe().map_err(|e| fail("finding this program's file", e))?;
+        let mut command = Command::new(&program);
+        command.args(std::env::args_os().skip(1));
+        let info = RankInfo {
+            rank,
+            world_size,
+            local_rank: rank,
+            local_world_size: world_size,
+            node_rank: 0,
+        };
+        self.env(info, generation, port).set(&mut command);
+        if !self.variables.is_set(THREADS_VARIABLE) {
+            command.env(THREADS_VARIABLE, threads_per_rank(world_size).to_string());
+        }
+        // Only rank 0 may read the terminal.
+        if rank > 0 {
+            command.stdin(Stdio::null());
+        }
+        command.spawn().map_err(|e| fail(&format!("running {}", program.display()), e))
+    }
 }
 
 struct Ranks {
+    /// The ranks of the present generation.
     ranks: Vec<Rank>,
     orphans: Orphans,
+    job: Job,
+    generation: u64,
+    elastic: Option<Elastic>,
+    /// How long a later generation still waits for its ranks; `None` once all have come.
+    joining: Option<Patience>,
+    /// The store of the present generation.
     server: StoreServer,
+    /// The stores of generations whose ranks may not have read yet that they are over.
+    earlier: Vec<StoreServer>,
     /// The first rank that ended because of another rank's failure while no failure was known, and
     /// how long to wait for the failure.
     stopped_by_unknown: Option<(usize, Patience)>,
@@ -120,10 +159,20 @@ struct Ranks {
 
 struct Rank {
     process: Child,
+    /// How often a process of this rank was replaced.
+    restarts: u64,
+    /// Since when the process is stopped.
+    stopped: Option<Patience>,
     end: Option<ExitStatus>,
     /// Description of the rank's end, if it is a failure that the rank did not report itself:
     /// `was killed by signal 9`.
     description: Option<String>,
+}
+
+impl Rank {
+    fn new(process: Child, restarts: u64) -> Self {
+        Self { process, restarts, stopped: None, end: None, description: None }
+    }
 }
 
 struct Failed {
@@ -137,9 +186,16 @@ impl Ranks {
     fn run(&mut self) -> i32 {
         loop {
             self.handle_signals();
+            let generation = self.generation;
             for rank in 0..self.ranks.len() {
                 self.poll_rank(rank);
+                // The ranks have other numbers now.
+                if self.generation != generation {
+                    break;
+                }
             }
+            self.end_stopped_ranks();
+            self.end_absent_ranks();
             let ranks = self.ranks.iter().filter(|rank| rank.end.is_none());
             self.orphans
                 .reap(&ranks.map(|rank| Pid::from_child(&rank.process)).collect::<Vec<_>>());
@@ -210,7 +266,11 @@ impl Ranks {
             }
             (Some(code), _) if is_interruption(code) => return,
             (Some(code), _) if code == i32::from(PEER_FAILED_EXIT_CODE) => {
-                if !failure_known {
+                if !failure_known && self.generation > 0 && !joined {
+                    let description = "ended instead of going on in the next generation";
+                    self.server.fail(rank, &format!("it {description}"));
+                    this.description = Some(description.to_owned());
+                } else if !failure_known {
                     let patience = || (rank, Patience::new(CAUSE_GRACE));
                     self.stopped_by_unknown.get_or_insert_with(patience);
                 }
@@ -219,10 +279,175 @@ impl Ranks {
             (None, Some(signal)) if asked_to_end && signals::is_handled(signal) => return,
             _ => rank_process::describe(end),
         };
+        if !failure_known && end.signal().is_some() && self.go_on_without(rank, &description) {
+            return;
+        }
         // The rank's own report says more; and after a first failure other ranks end because of it.
         if !failure_known {
+            let this = &mut self.ranks[rank];
             self.server.fail(rank, &format!("it {description}"));
             this.description = Some(description);
+        }
+    }
+
+    /// Begins the next generation after the process of `lost` was ended by a signal. Returns
+    /// whether the job goes on.
+    fn go_on_without(&mut self, lost: usize, description: &str) -> bool {
+        let Some(elastic) = &self.elastic else { return false };
+        let all = 0..self.ranks.len();
+        let has_begun = self.generation > 0 || all.clone().all(|rank| self.server.has_joined(rank));
+        // A rank that has left, or has ended by itself, is done with the training.
+        let ends = all.clone().any(|rank| {
+            let by_itself = self.ranks[rank].end.is_some_and(|end| end.signal().is_none());
+            self.server.has_left(rank) || by_itself
+        });
+        if self.interrupted.is_some() || !has_begun || ends {
+            return false;
+        }
+        let is_gone = |rank: &Rank| rank.end.is_some() || rank_process::has_ended(&rank.process);
+        let mut members: Vec<usize> = Vec::new();
+        for rank in all {
+            let this = &self.ranks[rank];
+            if !is_gone(this) || this.restarts < elastic.max_restarts {
+                members.push(rank);
+            }
+        }
+        // A strategy may need another number of ranks. New processes are left out before others.
+        while members.len() >= elastic.min_ranks.max(1) && !(elastic.fits)(members.len()) {
+            let new = members.iter().rposition(|&rank| is_gone(&self.ranks[rank]));
+            members.remove(new.unwrap_or(members.len() - 1));
+        }
+        let stays = |&&rank: &&usize| !is_gone(&self.ranks[rank]);
+        let staying = members.iter().filter(stays).count();
+        if members.len() < elastic.min_ranks.max(1) || staying == 0 {
+            print_message(&format!(
+                "warning: rank {lost} {description}, and the job cannot go on: {} left, and the strategy and \
+                 trainer.elastic.min_ranks = {} need more",
+                counted(staying as u64, "rank"),
+                elastic.min_ranks
+            ));
+            return false;
+        }
+        match self.begin_generation(&members, lost, description) {
+            Ok(()) => true,
+            Err(error) => {
+                print_message(&format!("error: the job cannot go on without rank {lost}: {error}"));
+                false
+            }
+        }
+    }
+
+    /// Begins the next generation with these ranks of the present one. Those that have ended are
+    /// replaced by new processes.
+    fn begin_generation(
+        &mut self,
+        members: &[usize],
+        lost: usize,
+        description: &str,
+    ) -> Result<()> {
+        let (generation, world_size) = (self.generation + 1, members.len());
+        let server = self.job.host_store(generation, world_size)?;
+        let port = server.address().port();
+        let mut started = Vec::new();
+        for (rank, &old) in members.iter().enumerate() {
+            let this = &self.ranks[old];
+            if this.end.is_none() && !rank_process::has_ended(&this.process) {
+                continue;
+            }
+            match self.job.start(rank, world_size, generation, port) {
+                Ok(process) => started.push((rank, Rank::new(process, this.restarts + 1))),
+                Err(error) => {
+                    for (_, mut new) in started {
+                        let _ = new.process.kill();
+                        let _ = new.process.wait();
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        let new: Vec<usize> = started.iter().map(|(rank, _)| *rank).collect();
+        let stays = |(rank, &old): (usize, &usize)| (!new.contains(&rank)).then_some(old);
+        let invitation = Invitation {
+            generation,
+            port,
+            members: members.iter().enumerate().map(stays).collect(),
+        };
+        self.server.fail(lost, &invitation.message(description));
+        print_message(&format!(
+            "warning: rank {lost} {description}. The others go on: generation {generation} has {}{}",
+            counted(world_size as u64, "rank"),
+            match new.len() {
+                0 => String::new(),
+                1 => format!(", of which rank {} is a new process", new[0]),
+                _ => format!(", of which ranks {new:?} are new processes"),
+            }
+        ));
+        let mut before: Vec<Option<Rank>> =
+            std::mem::take(&mut self.ranks).into_iter().map(Some).collect();
+        let mut started = started.into_iter().peekable();
+        for (rank, &old) in members.iter().enumerate() {
+            let next = match started.next_if(|(new, _)| *new == rank) {
+                Some((_, new)) => new,
+                None => before[old].take().expect("each rank has one place in a generation"),
+            };
+            self.ranks.push(next);
+        }
+        for mut left_out in before.into_iter().flatten() {
+            // Most have ended; one that the strategy has no place for has not.
+            let _ = left_out.process.kill();
+            let _ = left_out.process.wait();
+        }
+        self.generation = generation;
+        self.earlier.push(std::mem::replace(&mut self.server, server));
+        self.joining = self.elastic.as_ref().map(|elastic| Patience::new(elastic.join_timeout));
+        self.stopped_by_unknown = None;
+        Ok(())
+    }
+
+    /// Kills ranks of a later generation that have not come in time.
+    fn end_absent_ranks(&mut self) {
+        let Some(patience) = &mut self.joining else { return };
+        let has_joined = |rank: &usize| self.server.has_joined(*rank);
+        if (0..self.ranks.len()).all(|rank| has_joined(&rank)) {
+            self.joining = None;
+            self.earlier.clear();
+        } else if patience.slice().is_none() {
+            let absent = (0..self.ranks.len()).filter(|rank| !has_joined(rank));
+            absent.for_each(|rank| self.kill_rank(rank));
+        }
+    }
+
+    /// Kills ranks that are stopped while others of the job run: they would keep these waiting.
+    fn end_stopped_ranks(&mut self) {
+        if self.elastic.is_none() || self.failed.is_some() {
+            return;
+        }
+        let stopped: Vec<bool> = self
+            .ranks
+            .iter()
+            .map(|rank| rank.end.is_none() && rank_process::is_stopped(&rank.process))
+            .collect();
+        let all = stopped.iter().all(|stopped| *stopped);
+        let mut late = Vec::new();
+        for (number, (rank, stopped)) in self.ranks.iter_mut().zip(stopped).enumerate() {
+            if all || !stopped {
+                rank.stopped = None;
+            } else if rank
+                .stopped
+                .get_or_insert_with(|| Patience::new(STOPPED_GRACE))
+                .slice()
+                .is_none()
+            {
+                late.push(number);
+            }
+        }
+        late.into_iter().for_each(|rank| self.kill_rank(rank));
+    }
+
+    fn kill_rank(&self, rank: usize) {
+        let process = &self.ranks[rank].process;
+        if self.ranks[rank].end.is_none() {
+            let _ = kill_process(Pid::from_child(process), Signal::KILL);
         }
     }
 

@@ -447,6 +447,17 @@ fn describe(event: &Event, trains: bool) -> Option<String> {
             _ => return None,
         },
         Event::Data(report) => report.to_string(),
+        Event::Generation { generation, step, world_size, from, repeated_steps, lost_s } => {
+            let repeated = match repeated_steps {
+                0 => String::new(),
+                n => format!("; {} again", counted(*n, "step")),
+            };
+            format!(
+                "generation {generation} goes on after step {step} with {}, from {from}{repeated} ({lost_s:.2} s \
+                 after the loss)",
+                counted(*world_size, "rank")
+            )
+        }
         Event::Checkpoint { step, path, .. } => {
             format!("checkpoint after step {step}: {}", path.display())
         }

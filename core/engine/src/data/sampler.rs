@@ -47,7 +47,7 @@ pub struct StepSamples {
 
 /// The training samples of one data-parallel rank, by step and micro-batch.
 ///
-/// A step takes the next `batch_size * data_parallel_size * accumulate` samples of the stream, or
+/// A step takes the next `batch_size * step_ranks * accumulate` samples of the stream, or
 /// [fewer](LastBatch) at the end of an epoch. Rank `r` takes their `r`-th contiguous part. So the
 /// samples of a step depend only on their number, not on their distribution over ranks and
 /// micro-batches.
@@ -59,6 +59,7 @@ pub struct TrainSampler {
     data_parallel_size: u64,
     data_parallel_rank: u64,
     accumulate: u64,
+    step_ranks: u64,
 }
 
 impl TrainSampler {
@@ -97,8 +98,18 @@ impl TrainSampler {
             data_parallel_size: data_parallel_size as u64,
             data_parallel_rank: data_parallel_rank as u64,
             accumulate: accumulate as u64,
+            step_ranks: data_parallel_size as u64,
             last_batch: LastBatch::Wrap,
         })
+    }
+
+    /// Sets the number of ranks for whose batches a step has samples; by default all. Fewer or more
+    /// ranks divide these samples among them, in more or fewer micro-batches. As after the loss of
+    /// a rank.
+    #[must_use]
+    pub fn with_step_ranks(mut self, ranks: usize) -> Self {
+        self.step_ranks = ranks.max(1) as u64;
+        self
     }
 
     /// Sets the treatment of an epoch's last samples if they do not fill a step.
@@ -193,7 +204,7 @@ impl TrainSampler {
 
     /// Samples of a full step over all ranks.
     pub fn global_batch_size(&self) -> u64 {
-        self.batch_size * self.data_parallel_size * self.accumulate
+        self.batch_size * self.step_ranks * self.accumulate
     }
 
     /// The samples of this rank's micro-batch `micro_batch` of step `step`, both counted from 0.

@@ -111,6 +111,11 @@ impl StoreServer {
         self.shared.table.read().members.get(rank).is_some_and(|member| member.joined)
     }
 
+    /// Whether `rank` has announced that it leaves.
+    pub fn has_left(&self, rank: usize) -> bool {
+        self.shared.table.read().members.get(rank).is_some_and(|member| member.left)
+    }
+
     /// Tells the clients that this process leaves, so that its end is not a failure.
     ///
     /// `false` takes the announcement back.

@@ -38,11 +38,20 @@ impl Fabric {
         // While a rank still logs the previous step, another rank's lack of memory would be an
         // error there.
         self.barrier()?;
-        let copies =
-            self.runtime.tree()?.buffers().iter().map(|buffer| Ok(buffer.value()?.copy()?));
-        *attempts.buffers.lock().expect("no panic while it is held") =
-            copies.collect::<Result<_>>()?;
+        *attempts.buffers.lock().expect("no panic while it is held") = self.copy_buffers()?;
         Ok(())
+    }
+
+    /// Returns copies of the model's buffers.
+    pub(crate) fn copy_buffers(&self) -> Result<Vec<Tensor>> {
+        let buffers = self.runtime.tree()?.buffers().iter();
+        buffers.map(|buffer| Ok(buffer.value()?.copy()?)).collect()
+    }
+
+    /// Sets the buffers to copied values; does nothing without any.
+    pub(crate) fn set_buffers(&self, copies: &[Tensor]) -> Result<()> {
+        let buffers = self.runtime.tree()?.buffers().iter();
+        buffers.zip(copies).try_for_each(|(buffer, values)| buffer.set(values))
     }
 
     /// Ends the attempt, on all ranks or on none. Collective if steps can be abandoned.
@@ -71,9 +80,7 @@ impl Fabric {
         let rank = attempts.abandonment.resume()?;
         let saved =
             std::mem::take(&mut *attempts.buffers.lock().expect("no panic while it is held"));
-        for (buffer, values) in self.runtime.tree()?.buffers().iter().zip(&saved) {
-            buffer.set(values)?;
-        }
+        self.set_buffers(&saved)?;
         self.runtime.abandon_step()?;
         Ok(Some(rank))
     }

@@ -314,6 +314,22 @@ impl Checkpoints<'_> {
         self.0.runtime.save_request(name, &states, meta)
     }
 
+    /// Like [`save_request`](Self::save_request), of what this rank's replica has. Not collective.
+    ///
+    /// # Errors
+    /// If replicas have trained separately or divide the optimizer's state.
+    pub(crate) fn held_request(
+        &self,
+        name: &str,
+        optimizer: Option<&mut dyn OptimizerState>,
+        state: &impl Serialize,
+        config: serde_json::Value,
+    ) -> Result<SaveRequest> {
+        self.0.runtime.check_replicas_equal()?;
+        let (states, meta) = self.0.contents(optimizer, state, config)?;
+        self.0.runtime.held_request(name, &states, meta)
+    }
+
     /// Like [`Fabric::load`], from an opened checkpoint and with options. Collective.
     ///
     /// With options a part of the checkpoint is loaded, parameters are renamed, or the model may

@@ -1,7 +1,6 @@
 //! Launching Fabric from a configuration.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::Fabric;
@@ -20,7 +19,9 @@ use fulgurite_engine::collective::{
 };
 use fulgurite_engine::module::{ModuleInit, ModuleTree, PATTERN_HELP, idle_pattern};
 use fulgurite_engine::strategy::{BuildContext, ParallelizeFn, StrategyConfig};
-use fulgurite_launch::{LaunchOptions, LaunchedRank, Starting, launch_checked};
+use fulgurite_launch::{
+    Elastic, LaunchOptions, LaunchedRank, Starting, join_next_generation, launch_checked,
+};
 use serde::Serialize;
 use toml::Table;
 
@@ -68,23 +69,81 @@ impl TrainerConfig {
             check(world_size)
         };
         let launched = launch_checked(options, &fits)?;
-        let world: Arc<dyn ProcessGroup> = if launched.world_size == 1 {
-            Arc::new(Solo::new("world", 0))
-        } else {
-            let context = GroupContext {
-                rank: launched.rank,
-                world_size: launched.world_size,
-                local_rank: launched.local_rank,
-                local_world_size: launched.local_world_size,
-                node_rank: launched.node_rank,
-                address: launched.address,
-                store: launched.store.clone(),
-                timeout,
+        match self.connect_with(&launched, &*process_group, timeout) {
+            Ok(world) => Ok(Connection { launched, world }),
+            // Another rank may have been lost while this new one started.
+            Err(error) => self.reconnect(&error)?.ok_or(error),
+        }
+    }
+
+    /// Joins the next generation of an elastic job after an error, if there is one, and connects
+    /// its ranks. Collective over these.
+    ///
+    /// # Errors
+    /// As [`connect`](Self::connect).
+    pub(crate) fn reconnect(&self, error: &Error) -> Result<Option<Connection>> {
+        /// How long a rank waits after a failed collective to hear whether the job goes on. The
+        /// supervisor notices a stopped process only after some seconds.
+        const LOSS_NOTICE: Duration = Duration::from_secs(5);
+        if !self.elastic.enabled {
+            return Ok(None);
+        }
+        let is_loss =
+            |error: &Error| matches!(error, Error::PeerFailed { .. } | Error::Collective { .. });
+        let mut within = if is_loss(error) { LOSS_NOTICE } else { Duration::ZERO };
+        let Parts { options, process_group, .. } = self.parts()?;
+        let join_timeout = Duration::from_secs(self.elastic.join_timeout_secs);
+        loop {
+            let Some(launched) = join_next_generation(within, join_timeout)? else {
+                return Ok(None);
             };
-            self.check_process_group(&context)?;
-            self.over_devices(process_group.build(&context)?, &context)?
+            match self.connect_with(&launched, &*process_group, options.timeout) {
+                Ok(world) => return Ok(Some(Connection { launched, world })),
+                Err(error) if is_loss(&error) => within = LOSS_NOTICE,
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    fn connect_with(
+        &self,
+        launched: &LaunchedRank,
+        process_group: &dyn ProcessGroupConfig,
+        timeout: Duration,
+    ) -> Result<Arc<dyn ProcessGroup>> {
+        if launched.world_size == 1 {
+            return Ok(Arc::new(Solo::new("world", 0)));
+        }
+        let context = GroupContext {
+            rank: launched.rank,
+            world_size: launched.world_size,
+            local_rank: launched.local_rank,
+            local_world_size: launched.local_world_size,
+            node_rank: launched.node_rank,
+            address: launched.address,
+            store: launched.store.clone(),
+            timeout,
         };
-        Ok(Connection { launched, world })
+        self.check_process_group(&context, launched.generation)?;
+        self.over_devices(process_group.build(&context)?, &context)
+    }
+
+    /// How the job goes on that has lost a rank.
+    fn elastic(&self) -> Option<Elastic> {
+        let config = &self.elastic;
+        let strategy = self.strategy.clone();
+        let fits = move |world_size| {
+            let built = strategy
+                .build::<Box<dyn StrategyConfig>>(kind::STRATEGY, "trainer.strategy")
+                .and_then(|strategy| strategy.build(&BuildContext::new(world_size)));
+            built.is_ok()
+        };
+        config.enabled.then(|| Elastic {
+            min_ranks: config.min_ranks,
+            max_restarts: config.max_restarts,
+            join_timeout: Duration::from_secs(config.join_timeout_secs),
+            fits: Arc::new(fits),
+        })
     }
 
     /// Checks that all ranks choose the same process group, before they wait for each other in it.
@@ -93,10 +152,17 @@ impl TrainerConfig {
     ///
     /// # Errors
     /// On ranks whose choice differs from rank 0's. The message names the key.
-    fn check_process_group(&self, context: &GroupContext) -> Result<()> {
-        /// How often this process has connected.
-        static CONNECTIONS: AtomicU64 = AtomicU64::new(0);
-        let connection = CONNECTIONS.fetch_add(1, Ordering::Relaxed);
+    fn check_process_group(&self, context: &GroupContext, generation: u64) -> Result<()> {
+        /// How often this process has connected in its generation, whose store is new.
+        static CONNECTIONS: Mutex<(u64, u64)> = Mutex::new((0, 0));
+        let connection = {
+            let mut connections = CONNECTIONS.lock().unwrap_or_else(PoisonError::into_inner);
+            if connections.0 != generation {
+                *connections = (generation, 0);
+            }
+            connections.1 += 1;
+            connections.1
+        };
         let key = format!("process_group/configuration/{connection}");
         let own = self.process_group_agreement()?;
         if context.rank == 0 {
@@ -143,6 +209,7 @@ impl TrainerConfig {
             },
             timeout,
             job_key_file: self.job_key_file.clone(),
+            elastic: self.elastic(),
         };
         let process_group = self
             .process_group

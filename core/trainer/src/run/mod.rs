@@ -18,6 +18,7 @@
 mod adapter_config;
 mod agreement;
 mod checkpoint_config;
+mod elastic_config;
 mod quantization_config;
 mod run_config;
 mod trainer_config;
@@ -25,6 +26,7 @@ mod values;
 
 pub use adapter_config::{AdapterConfig, AdapterTargets, BiasMode, LayerKind};
 pub use checkpoint_config::{CheckpointConfig, LoadConfig, MonitorMode, NewNames, RenameRule};
+pub use elastic_config::ElasticConfig;
 pub use quantization_config::{FormatName, QuantizationConfig};
 pub use run_config::{RunConfig, reference_sections};
 pub use trainer_config::{Limits, TrainerConfig};

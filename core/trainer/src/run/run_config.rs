@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use toml::Table;
 
 use super::{AdapterConfig, QuantizationConfig, TrainerConfig};
-use super::{CheckpointConfig, LoadConfig};
+use super::{CheckpointConfig, ElasticConfig, LoadConfig};
 use crate::{Error, Result};
 use fulgurite_config::reference::Section;
 use fulgurite_config::registry::{self, kind};
@@ -208,6 +208,7 @@ fulgurite_config::register_table!("", top_level);
 fulgurite_config::register_table!("trainer", TrainerConfig::keys);
 fulgurite_config::register_table!("trainer.adapters", AdapterConfig::keys);
 fulgurite_config::register_table!("trainer.quantization", QuantizationConfig::keys);
+fulgurite_config::register_table!("trainer.elastic", ElasticConfig::keys);
 fulgurite_config::register_table!("checkpoint", CheckpointConfig::keys);
 fulgurite_config::register_table!("checkpoint.load", LoadConfig::keys);
 
@@ -222,6 +223,7 @@ pub fn reference_sections() -> Result<Vec<Section>> {
         Section::of::<TrainerConfig>("trainer")?,
         Section::of::<AdapterConfig>("trainer.adapters")?,
         Section::of::<QuantizationConfig>("trainer.quantization")?,
+        Section::of::<ElasticConfig>("trainer.elastic")?,
         Section::of::<CheckpointConfig>("checkpoint")?,
         Section::of::<LoadConfig>("checkpoint.load")?,
     ])

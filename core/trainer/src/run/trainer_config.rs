@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::{
-    AdapterConfig, CkptPath, ClipAlgorithm, CountOrFraction, Devices, FastDevRun, LateReads,
-    MemoryCheck, MicroBatchSize, Precision, QuantizationConfig, TimeLimit,
+    AdapterConfig, CkptPath, ClipAlgorithm, CountOrFraction, Devices, ElasticConfig, FastDevRun,
+    LateReads, MemoryCheck, MicroBatchSize, Precision, QuantizationConfig, TimeLimit,
 };
 use crate::profiler::ProfilerConfig;
 use crate::runtime::{SyncBuffers, UnusedParameters};
@@ -166,6 +166,8 @@ fulgurite_config::config_struct! {
         pub activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing::default(),
         /// Number of seconds that a rank waits for others before it fails.
         pub timeout_secs: u64 = 600,
+        /// Whether the training goes on after the loss of a rank: see `[trainer.elastic]` below.
+        pub elastic: ElasticConfig = ElasticConfig::default(),
         /// The reaction to a model that is too large for the machine, before any process is
         /// started. `"error"` counts parameters, gradients, optimizer state and memory that ranks
         /// share. It refuses a run that needs more than one and a half times the host's memory, or
@@ -347,6 +349,7 @@ impl TrainerConfig {
                 return config_error(key, "must be at least 1, found 0");
             }
         }
+        self.check_elastic()?;
         match self.global_batch_size {
             Some(0) => return config_error("global_batch_size", "must be at least 1, found 0"),
             Some(_) if self.accumulate_grad_batches > 1 => {
@@ -436,6 +439,35 @@ impl TrainerConfig {
         }
     }
 
+    /// Checks `trainer.elastic`, and keys that it depends on.
+    fn check_elastic(&self) -> Result<()> {
+        let elastic = &self.elastic;
+        elastic.validate()?;
+        if !elastic.enabled {
+            return Ok(());
+        }
+        if self.num_nodes > 1 {
+            return config_error(
+                "elastic",
+                format!(
+                    "goes on with the ranks of one host, and `trainer.num_nodes` = {}: leave it out, and let \
+                     `fulgurite run --max-restarts` or the launcher start the ranks again",
+                    self.num_nodes
+                ),
+            );
+        }
+        match self.devices {
+            Devices::Count(ranks) if ranks < elastic.min_ranks => config_error(
+                "elastic.min_ranks",
+                format!(
+                    "found {}, and `trainer.devices` = {ranks} are all ranks",
+                    elastic.min_ranks
+                ),
+            ),
+            _ => Ok(()),
+        }
+    }
+
     /// Checks that all plugins are linked into the program and accept their options.
     ///
     /// # Errors
@@ -464,7 +496,7 @@ pub(crate) fn available_cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-fn config_error<T>(key: &str, message: impl std::fmt::Display) -> Result<T> {
+pub(super) fn config_error<T>(key: &str, message: impl std::fmt::Display) -> Result<T> {
     Err(Error::Config(format!("`trainer.{key}`: {message}")))
 }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use super::StrategyRuntime;
-use crate::Result;
+use crate::{Error, Result};
 use fulgurite_checkpoint::{
     self as checkpoint, CheckpointIO, DistributedCheckpoint, FullOptions, LoadOptions,
     RestoreReport, SaveMeta, SaveRequest,
@@ -68,6 +68,35 @@ impl StrategyRuntime {
         let meta = self.describe(meta)?;
         let name = name.to_owned();
         Ok(SaveRequest { name, model, optimizer, meta, update_last: false, remove: Vec::new() })
+    }
+
+    /// Like [`save_request`](Self::save_request), of the regions that the rank owns in its replica.
+    /// Not collective.
+    ///
+    /// # Errors
+    /// Also if replicas divide the optimizer's state.
+    pub(crate) fn held_request(
+        &self,
+        name: &str,
+        optimizer: &[StateTensor],
+        meta: SaveMeta,
+    ) -> Result<SaveRequest> {
+        let (mesh, tree) = (self.mesh(), self.tree()?);
+        let coordinate = |dim: &str| mesh.coordinate(dim);
+        let (model, optimizer) = checkpoint::replica_tensors(tree, optimizer, coordinate)?;
+        let (name, meta) = (name.to_owned(), self.describe(meta)?);
+        Ok(SaveRequest { name, model, optimizer, meta, update_last: false, remove: Vec::new() })
+    }
+
+    /// Checks that replicas are equal after each step. Not collective.
+    ///
+    /// # Errors
+    /// If they train separately.
+    pub(crate) fn check_replicas_equal(&self) -> Result<()> {
+        match self.lock_state()?.extensions().replicas_differ() {
+            true => Err(Error::other("replicas have trained separately")),
+            false => Ok(()),
+        }
     }
 
     /// Saves the model and these optimizer states to `io` as the full checkpoint `name`. Whole

@@ -5,6 +5,7 @@
 //! and reports [`Event`]s to [`EventSink`]s and metrics to [`Logger`]s.
 
 mod checkpoints;
+mod elastic;
 mod end;
 mod evaluation;
 mod fit;

@@ -28,6 +28,8 @@ pub(crate) struct Progress {
     started_epoch: Option<u64>,
     /// Whether the validation due after the last step has not run yet.
     validation_due: bool,
+    /// Whether what follows the last step is not done yet.
+    unfinished: bool,
     length: RunLength,
     /// The run's length before a resume.
     length_before: Option<RunLength>,
@@ -49,6 +51,7 @@ impl Progress {
             epoch: 0,
             started_epoch: None,
             validation_due: false,
+            unfinished: false,
             length: (None, None),
             length_before: None,
             items: 0.0,
@@ -104,12 +107,24 @@ impl Progress {
         let before = self.cursor;
         self.cursor = Cursor { step: before.step + 1, samples };
         self.items = items;
+        self.unfinished = true;
         before
     }
 
     /// Returns to the position before a step that changed nothing.
     pub(crate) fn go_back(&mut self, before: Cursor) {
         self.cursor = before;
+        self.unfinished = false;
+    }
+
+    /// Returns whether what follows the last step (its validation, the end of its epoch, its
+    /// checkpoint) is not done yet.
+    pub(crate) fn is_unfinished(&self) -> bool {
+        self.unfinished
+    }
+
+    pub(crate) fn set_unfinished(&mut self, unfinished: bool) {
+        self.unfinished = unfinished;
     }
 
     /// Returns the count of the losses of the last step, over all ranks.

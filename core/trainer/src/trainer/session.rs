@@ -6,6 +6,7 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 
 use super::checkpoints::place::Saving;
+use super::elastic::Copies;
 use super::module::callback::Callbacks;
 use super::module::context::{HookParts, Requests};
 use super::module::hooks::Hook;
@@ -26,10 +27,18 @@ pub(super) struct Session {
     /// The first field, so that it is dropped first: a running save needs the other ranks.
     pub(super) saving: Saving,
     pub(super) setup: SessionSetup,
+    /// Copies of the ranks' shards in the host's memory, with `trainer.elastic.replicas`.
+    pub(super) copies: Option<Copies>,
     pub(super) runner: Box<dyn ModuleRunner>,
     /// Set during and after training.
     pub(super) optimizers: Option<FabricOptimizers>,
     pub(super) progress: Progress,
+    /// Whether the state is that of the run: a checkpoint that it goes on from is loaded on all ranks.
+    pub(super) has_state: bool,
+    /// Whether the weights are those of a validation during training.
+    pub(super) has_evaluation_weights: bool,
+    /// The buffers' values before the step that is under way, in an elastic training.
+    pub(super) buffers_before: Vec<Tensor>,
     pub(super) callbacks: Callbacks,
     /// Pending requests from hooks.
     pub(super) requests: Requests,
@@ -49,6 +58,9 @@ pub(super) struct SessionSetup {
     pub(super) strategy: String,
     /// Number of samples in a rank's batch.
     pub(super) batch_size: usize,
+    /// Number of data-parallel ranks for whose batches a step has samples. Other than their number
+    /// after the loss of a rank.
+    pub(super) step_ranks: usize,
     pub(super) shuffle: bool,
     pub(super) samples: SampleIdentity,
     pub(super) plan: Option<Arc<RunPlan>>,

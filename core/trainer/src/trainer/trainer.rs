@@ -1,13 +1,14 @@
 //! [`Trainer`].
 
 use std::io::Write as _;
-use std::path::PathBuf;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use toml::Table;
 
 use super::checkpoints::lookup::CheckpointLookup;
 use super::checkpoints::place::Saving;
+use super::elastic::{Kept, Recovered, Reports, agree};
 use super::end::{end_hooks, profile_on_exception, summarize, tear_down_saving};
 use super::evaluation::evaluate::{EvaluationStage, evaluate_once, predict_once};
 use super::fit::fit_run::fit;
@@ -33,7 +34,7 @@ use super::{
     Callback, CallbackConfig, Evaluation, EventSink, LightningModule, LoggerConfig, Predictions,
     RunConfigOf, RunStatus, Trained,
 };
-use crate::fabric::{Fabric, StrategyInfo};
+use crate::fabric::{Connection, Fabric, StrategyInfo};
 use crate::profiler::LogExecutionTime;
 use crate::run::{Devices, RunConfig};
 use crate::trainer::run_plan::RunPlan;
@@ -48,7 +49,7 @@ use fulgurite_engine::mesh::DeviceMesh;
 use fulgurite_engine::module::{ModuleBuilder, ModuleTree};
 use fulgurite_engine::strategy::ParallelizeFn;
 use fulgurite_error::output;
-use fulgurite_launch::{Interruption, Starting};
+use fulgurite_launch::{Interruption, LaunchedRank, Starting};
 
 /// Runs a [`LightningModule`] on its data, by a [`RunConfig`] (Lightning's `Trainer`). Built on
 /// [`Fabric`].
@@ -56,7 +57,10 @@ use fulgurite_launch::{Interruption, Starting};
 /// Every rank creates a trainer and calls the same methods. A trainer can be used again: its
 /// callbacks and sinks take part in all of its runs.
 pub struct Trainer {
-    world: Arc<dyn ProcessGroup>,
+    /// Of the present generation, in an elastic job.
+    world: Mutex<Arc<dyn ProcessGroup>>,
+    /// This process's part in a later generation.
+    launched: Mutex<Option<LaunchedRank>>,
     program_start: f64,
     callbacks: Vec<SharedCallback>,
     sinks: Vec<SharedSink>,
@@ -103,7 +107,8 @@ impl Trainer {
     /// Creates a trainer over the ranks of `world`.
     pub fn new(world: Arc<dyn ProcessGroup>) -> Self {
         Self {
-            world,
+            world: Mutex::new(world),
+            launched: Mutex::default(),
             program_start: seconds_since_epoch(),
             callbacks: Vec::new(),
             sinks: Vec::new(),
@@ -188,7 +193,7 @@ impl Trainer {
     /// after an interrupted run has ended in order.
     pub fn fit<M: LightningModule>(&self, run: &RunConfigOf<M>) -> Result<Trained<M>> {
         let make = &mut |fabric: &mut Fabric, code| runner::set_up::<M>(run, fabric, code);
-        let factory = RunnerFactory { data_keys: M::Data::host_keys(), make };
+        let factory = RunnerFactory { data_keys: M::Data::host_keys(), can_repeat: true, make };
         let (outcome, session) = self.run_fit(tables::<M>(run)?, factory)?;
         Ok(Trained::new(outcome, session))
     }
@@ -223,16 +228,70 @@ impl Trainer {
             let data = data.take().expect("set up once");
             runner::set_up_with::<M>(run, &run.model, (fabric, code), &mut build, data)
         };
-        let factory = RunnerFactory { data_keys: M::Data::host_keys(), make };
+        let factory = RunnerFactory { data_keys: M::Data::host_keys(), can_repeat: false, make };
         let (outcome, session) = self.run_fit(tables::<M>(run)?, factory)?;
         Ok(Trained::new(outcome, session))
     }
 
-    fn run_fit(&self, run: UntypedRun, factory: RunnerFactory) -> Result<(FitOutcome, Session)> {
-        let rank = self.world.rank();
+    fn run_fit(
+        &self,
+        run: UntypedRun,
+        mut factory: RunnerFactory,
+    ) -> Result<(FitOutcome, Session)> {
+        if run.trainer.elastic.enabled && !factory.can_repeat {
+            return Err(Error::Config(
+                "`trainer.elastic`: this program makes the data in code, and so cannot set the run up again after \
+                 the loss of a rank; use `Trainer::fit`, whose data is made from `[data]`"
+                    .to_owned(),
+            ));
+        }
+        let mut kept = Kept::default();
+        loop {
+            if let Some(done) = self.fit_in_generation(&run, &mut factory, &mut kept)? {
+                return Ok(done);
+            }
+        }
+    }
+
+    /// Trains until the end, or until a rank is lost. The result is `None` if this process has
+    /// joined the next generation then. Collective.
+    fn fit_in_generation(
+        &self,
+        run: &UntypedRun,
+        factory: &mut RunnerFactory,
+        kept: &mut Kept,
+    ) -> Result<Option<(FitOutcome, Session)>> {
         let starting = Starting::new();
-        let mut session = self.set_up(Stage::Fit, &run, factory)?;
-        let result = fit(&mut session, &run, starting);
+        let world = self.world();
+        let rank = world.rank();
+        let begun = match fulgurite_launch::generation() {
+            0 => Ok(None),
+            _ => agree(&world, kept),
+        };
+        let begun = begun.and_then(|recovered| {
+            let session = self.set_up(Stage::Fit, run, factory, recovered.as_ref(), kept)?;
+            Ok((recovered, session))
+        });
+        let (recovered, mut session) = match begun {
+            Ok(begun) => begun,
+            Err(error) => {
+                kept.note_loss();
+                drop(starting);
+                return if self.join_next_generation(run, &error)? { Ok(None) } else { Err(error) };
+            }
+        };
+        let lost = recovered.as_ref().map(|recovered| (recovered, kept.take_lost_secs()));
+        let result = fit(&mut session, run, starting, lost);
+        if let Err(error) = &result {
+            match self.join_next_generation(run, error) {
+                Ok(true) => {
+                    kept.keep(session);
+                    return Ok(None);
+                }
+                Ok(false) => {}
+                Err(second) => tracing::error!("cannot go on after the loss of a rank: {second}"),
+            }
+        }
         let result = result.map_err(|error| session.read_pending_step_after(error));
         let result = result.map_err(|error| session.setup.fabric.explain(error));
         if result.is_err() {
@@ -252,7 +311,22 @@ impl Trainer {
         let finished = session.recorder.finish(status);
         let outcome = result?;
         finished?;
-        Ok((outcome, session))
+        Ok(Some((outcome, session)))
+    }
+
+    /// Joins the next generation after an error, if there is one, and connects to its ranks.
+    fn join_next_generation(&self, run: &UntypedRun, error: &Error) -> Result<bool> {
+        let Some(Connection { launched, world }) = run.trainer.reconnect(error)? else {
+            return Ok(false);
+        };
+        *lock(&self.world) = world;
+        *lock(&self.launched) = Some(launched);
+        Ok(true)
+    }
+
+    /// The ranks of the present generation.
+    fn world(&self) -> Arc<dyn ProcessGroup> {
+        lock(&self.world).clone()
     }
 
     /// Validates the weights of a checkpoint once. Collective.
@@ -305,7 +379,7 @@ impl Trainer {
         self.run_once(
             stage,
             tables::<M>(run)?,
-            RunnerFactory { data_keys: M::Data::host_keys(), make },
+            RunnerFactory { data_keys: M::Data::host_keys(), can_repeat: false, make },
             Box::new(|session| {
                 outcome = Some(act(session)?);
                 Ok(())
@@ -322,7 +396,8 @@ impl Trainer {
         act: Box<Act>,
     ) -> Result<()> {
         let starting = Starting::new();
-        let mut session = self.set_up(stage, &run, factory)?;
+        let mut factory = factory;
+        let mut session = self.set_up(stage, &run, &mut factory, None, &mut Kept::default())?;
         let result = act_once(&mut session, &run, starting, act)
             .map_err(|e| session.setup.fabric.explain(e));
         if result.is_err() {
@@ -337,8 +412,19 @@ impl Trainer {
     }
 
     /// Sets everything up: data, strategy, model, loggers. Collective.
-    fn set_up(&self, stage: Stage, run: &UntypedRun, factory: RunnerFactory) -> Result<Session> {
+    ///
+    /// In a later generation of an elastic training, `recovered` is what it goes on with, and what
+    /// this process has kept goes on.
+    fn set_up(
+        &self,
+        stage: Stage,
+        run: &UntypedRun,
+        factory: &mut RunnerFactory,
+        recovered: Option<&Recovered>,
+        kept: &mut Kept,
+    ) -> Result<Session> {
         run.validate()?;
+        let own_world = self.world();
         let (as_given, run) = (run, &run.effective());
         let config = &run.trainer;
         let devices = match config.devices {
@@ -356,10 +442,10 @@ impl Trainer {
         }
         run.check_plugins()?;
         // Compared before anything that depends on the configuration is communicated.
-        if self.world.size() > 1 {
+        if own_world.size() > 1 {
             let _comparing =
-                LogExecutionTime::begin(self.world.rank(), "comparing the configurations");
-            Agreement::check(&*self.world, &[as_given.agreement(factory.data_keys)?])?;
+                LogExecutionTime::begin(own_world.rank(), "comparing the configurations");
+            Agreement::check(&*own_world, &[as_given.agreement(factory.data_keys)?])?;
         }
         let parallelize = self.parallelize.clone().map(|f| {
             let shared = move |tree: &mut ModuleTree, mesh: &DeviceMesh| f.parallelize(tree, mesh);
@@ -369,9 +455,9 @@ impl Trainer {
         // Kernels keep memory of the dry run for their next call.
         let held_before = self.plan.as_ref().map_or_else(memory::held, |plan| plan.held_before);
         let usage = Usage::new(traffic.clone(), held_before);
-        let world = match self.world.size() {
-            1 => self.world.clone(),
-            _ => traffic.watch(self.world.clone()),
+        let world = match own_world.size() {
+            1 => own_world.clone(),
+            _ => traffic.watch(own_world.clone()),
         };
         let mut fabric = Fabric::over(world, config, run.seed, parallelize)?;
         let StrategyInfo { name: strategy_name, capabilities } = fabric.strategy()?;
@@ -388,9 +474,21 @@ impl Trainer {
             runner, model, data, batch_size, shuffle, samples, report, items, ..
         } = set_up;
         let resolved = to_table(&run.clone().with(model, data))?;
-        let OpenRun { dir: run_dir, mut sinks, guard } =
-            open_run(&*self.world, stage, run, &resolved, self.sinks.clone())?;
-        let world = &self.world;
+        let world = &own_world;
+        let is_first = world.rank() == 0;
+        let reports = kept.take_reports().filter(|reports| is_first && !reports.sinks.is_empty());
+        let goes_on = reports.is_some();
+        let (opened, meter) = match (recovered, reports) {
+            (Some(recovered), Some(Reports { sinks, meter, guard })) => {
+                (OpenRun { dir: recovered.run.run_dir.clone(), sinks, guard }, meter)
+            }
+            (recovered, _) => {
+                let again = recovered.map(|recovered| &*recovered.run.run_dir);
+                let opened = open_run(&**world, stage, run, &resolved, self.sinks.clone(), again)?;
+                (opened, Meter::new(self.program_start))
+            }
+        };
+        let OpenRun { dir: run_dir, mut sinks, guard } = opened;
         let saving = Saving::new(&run.checkpoint, RunDir::checkpoints_in(&run_dir), &**world)?;
         let callbacks = Callbacks::new(callbacks, set_up.callbacks, world.rank() == 0);
         if world.rank() != 0 {
@@ -398,16 +496,12 @@ impl Trainer {
         }
         let mut config = config.clone();
         let ranks = fabric.sampler_share()?.num_replicas;
+        let ranks = recovered.map_or(ranks, |recovered| recovered.run.step_ranks);
         config.accumulate_grad_batches = config.micro_batches(batch_size, ranks)?;
         let accumulate = config.accumulate_grad_batches;
         let micro_batches_in_batch = config.micro_batches_in_batch(batch_size)?;
-        let recorder = Recorder::new(
-            &config,
-            sinks,
-            (Meter::new(self.program_start), usage),
-            (items, report),
-            guard,
-        );
+        let recorder =
+            Recorder::new(&config, sinks, (meter, usage), (items, report), guard).going_on(goes_on);
         Ok(Session {
             saving,
             setup: SessionSetup {
@@ -417,20 +511,29 @@ impl Trainer {
                 resolved,
                 strategy: strategy_name,
                 batch_size,
+                step_ranks: ranks,
                 shuffle,
                 samples,
                 plan: self.plan.clone(),
                 print: self.print,
                 interrupted: self.interrupted,
             },
+            copies: None,
             runner,
             optimizers: None,
             progress: Progress::new(stage, accumulate, micro_batches_in_batch),
+            has_state: false,
+            has_evaluation_weights: false,
+            buffers_before: Vec::new(),
             callbacks,
             requests: Requests::default(),
             recorder,
         })
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A run whose `[model]` and `[data]` tables only the [runner](runner::set_up) can parse.
@@ -493,31 +596,39 @@ struct OpenRun {
 }
 
 /// Creates the run's directory and its loggers on rank 0. All ranks get the directory's path.
-/// Collective. A dry run has neither.
+/// Collective. A dry run has neither. `again` is the directory of a run that goes on, on a rank 0
+/// that has not reported yet.
 fn open_run(
     world: &dyn ProcessGroup,
     stage: Stage,
     run: &UntypedRun,
     resolved: &Table,
     mut sinks: Vec<SharedSink>,
+    again: Option<&Path>,
 ) -> Result<OpenRun> {
     if dry_run::is_on() {
         return Ok(OpenRun { dir: PathBuf::new(), sinks: Vec::new(), guard: None });
     }
     let (mut path, mut guard) = (PathBuf::new(), None);
     if world.rank() == 0 {
-        let dir = RunDir::create(&run.trainer.default_root_dir, stage, resolved)?;
-        path = dir.path().to_owned();
+        path = match again {
+            Some(dir) => dir.to_owned(),
+            None => {
+                let dir = RunDir::create(&run.trainer.default_root_dir, stage, resolved)?;
+                dir.path().to_owned()
+            }
+        };
         // Guards the directory even if a logger cannot be built.
-        let unbuilt = RunDirGuard::new(&path)?;
+        let mut unbuilt = RunDirGuard::new(&path)?;
+        if again.is_some() {
+            unbuilt.keep();
+        }
         let loggers = run
             .trainer
             .loggers
             .iter()
             .map(|value| {
-                value
-                    .build::<Box<dyn LoggerConfig>>(kind::LOGGER, "trainer.loggers")?
-                    .build(dir.path())
+                value.build::<Box<dyn LoggerConfig>>(kind::LOGGER, "trainer.loggers")?.build(&path)
             })
             .collect::<Result<Vec<_>>>()?;
         if run.trainer.enable_progress_bar
@@ -526,10 +637,14 @@ fn open_run(
             sinks.push(SharedSink::new(progress));
         }
         let loggers = LoggerSink::new(loggers, run.trainer.log_every_n_steps, resolved)?;
-        let log = EventLog::create(dir.path())?;
+        let log = EventLog::create(&path)?;
         sinks.insert(0, SharedSink::new(Box::new(log)));
         sinks.insert(0, SharedSink::new(Box::new(loggers)));
         guard = Some(unbuilt.with_present_files()?);
     }
-    Ok(OpenRun { dir: broadcast_object(world, &path, 0)?, sinks, guard })
+    let dir = match again {
+        Some(dir) => dir.to_owned(),
+        None => broadcast_object(world, &path, 0)?,
+    };
+    Ok(OpenRun { dir, sinks, guard })
 }

@@ -24,13 +24,15 @@ pub(crate) enum ResumeSource {
     Local(PathBuf),
     /// The checkpoint `name` in the location that `checkpoint.io` opens at `dir`.
     Named { dir: PathBuf, name: String },
+    /// A state of this run in the host's memory, from which an elastic training goes on.
+    Memory(PathBuf),
 }
 
 impl ResumeSource {
     /// Returns its path, for messages.
     pub(crate) fn path(&self) -> PathBuf {
         match self {
-            Self::Local(path) => path.clone(),
+            Self::Local(path) | Self::Memory(path) => path.clone(),
             Self::Named { dir, name } => dir.join(name),
         }
     }
@@ -85,6 +87,15 @@ impl<'a> CheckpointLookup<'a> {
                  step 0"
             );
         }
+        broadcast_object(&**self.setup.fabric.world(), &found, 0)
+    }
+
+    /// Finds the checkpoint that this run has saved last, on rank 0. Collective.
+    pub(crate) fn own_last_checkpoint(&self) -> Result<Option<ResumeSource>> {
+        let found = match self.setup.rank() {
+            0 => self.last_checkpoint_in([self.saving.root().to_owned()])?,
+            _ => None,
+        };
         broadcast_object(&**self.setup.fabric.world(), &found, 0)
     }
 
@@ -177,12 +188,13 @@ impl<'a> CheckpointLookup<'a> {
 
     /// Returns the time when a checkpoint was saved, if known.
     fn saved_at(&self, source: &ResumeSource) -> Result<Option<u64>> {
-        let (ResumeSource::Named { dir, .. } | ResumeSource::Local(dir)) = source;
         let checkpoint = match source {
-            ResumeSource::Named { name, .. } => {
+            ResumeSource::Named { dir, name } => {
                 DistributedCheckpoint::open_with(&self.saving.config().open(dir)?, name)?
             }
-            ResumeSource::Local(path) => DistributedCheckpoint::open(path)?,
+            ResumeSource::Local(path) | ResumeSource::Memory(path) => {
+                DistributedCheckpoint::open(path)?
+            }
         };
         Ok(checkpoint.manifest().saved_at)
     }
@@ -219,7 +231,10 @@ impl<'a> CheckpointLookup<'a> {
         if let Some(best) = self.best_of(&last)? {
             return Ok(Some(best));
         }
-        let (ResumeSource::Named { dir, .. } | ResumeSource::Local(dir)) = last;
+        let dir = match last {
+            ResumeSource::Named { dir, .. } => dir,
+            other => other.path(),
+        };
         Err(Error::Config(format!(
             "`trainer.ckpt_path`: no checkpoint in {} has a score, so none is the best; train with \
              `checkpoint.monitor`, or take \"last\"",

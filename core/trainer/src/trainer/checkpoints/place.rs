@@ -156,7 +156,11 @@ impl Saving {
         source: Option<&ResumeSource>,
         rank: usize,
     ) -> Result<()> {
-        let goes_on = matches!(source, Some(ResumeSource::Named { dir, .. }) if *dir == self.root);
+        let goes_on = match source {
+            Some(ResumeSource::Named { dir, .. }) => *dir == self.root,
+            Some(ResumeSource::Memory(_)) => true,
+            _ => false,
+        };
         if rank > 0 || goes_on || self.config.overwrite || !self.will_save() {
             return Ok(());
         }
@@ -171,6 +175,16 @@ impl Saving {
     /// Returns whether a background save is running on this rank.
     pub(crate) fn is_running(&self) -> bool {
         self.background.as_ref().is_some_and(AsyncSaver::is_running)
+    }
+
+    /// Returns whether the run has saved a checkpoint, or is about to.
+    pub(crate) fn has_saved_any(&self) -> bool {
+        self.saved.is_some()
+    }
+
+    /// Continues in the same run after the loss of a rank, which has `kept` these checkpoints.
+    pub(crate) fn go_on(&mut self, kept: Vec<RetainedCheckpoint>) {
+        self.retention.go_on(kept);
     }
 
     /// Returns whether a checkpoint was saved after this step, or is about to be.

@@ -45,6 +45,11 @@ impl Retention {
         self.resumed_from = Some(name.to_owned());
     }
 
+    /// Takes over the list of an earlier generation of this run.
+    pub(crate) fn go_on(&mut self, kept: Vec<RetainedCheckpoint>) {
+        self.kept = kept;
+    }
+
     /// Returns the name of the checkpoint that this run resumed from, if it lies in the same
     /// location.
     pub(crate) fn resumed_from(&self) -> Option<&str> {

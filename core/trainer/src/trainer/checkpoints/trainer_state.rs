@@ -23,6 +23,10 @@ pub(crate) struct TrainerState {
     /// Whether the validation due after the last step has not run yet.
     #[serde(default)]
     pub(crate) validation_due: bool,
+    /// Whether what follows the last step (its validation, the end of its epoch, its checkpoint) has
+    /// not run or was cut off. Only in states that an elastic run goes on from.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) unfinished: bool,
     /// The latest metrics of rank 0; `None` for values that are not finite.
     #[serde(default)]
     pub(crate) metrics: BTreeMap<String, Option<f64>>,

@@ -11,7 +11,7 @@ use crate::trainer::module::runner::Loading;
 use crate::trainer::record::display::EvaluationProgress;
 use crate::trainer::record::log_table::{LogTable, Stage as LogStage};
 use crate::trainer::record::recorder::Recorder;
-use crate::trainer::session::Session;
+use crate::trainer::session::{Session, SessionSetup};
 use crate::trainer::{Event, Predictions, Stage, StepContext};
 use crate::{Error, Result};
 use fulgurite_engine::autograd::no_grad;
@@ -358,9 +358,9 @@ fn predict(session: &mut Session) -> Result<Predicted> {
 fn batches(session: &Session, split: Split) -> Result<(EvalSampler, u64)> {
     let share = session.setup.fabric.sampler_share()?;
     let len = session.runner.num_samples(split);
-    let sampler = EvalSampler::new(len, session.setup.batch_size, share.num_replicas, share.rank)?;
-    let all = sampler.num_batches();
-    let config = &session.setup.config;
+    let SessionSetup { config, batch_size, step_ranks, .. } = &session.setup;
+    // A limit counts the batches of these ranks, also after the loss of one.
+    let all = EvalSampler::new(len, *batch_size, *step_ranks, 0)?.num_batches();
     let limit = match split {
         Split::Test => config.limit_test_batches,
         Split::Predict => config.limit_predict_batches,
@@ -370,7 +370,9 @@ fn batches(session: &Session, split: Split) -> Result<(EvalSampler, u64)> {
     if session.progress.stage() == Stage::SanityCheck {
         batches = batches.min(config.num_sanity_val_steps);
     }
-    Ok((sampler, batches))
+    let samples = batches.saturating_mul((batch_size * step_ranks) as u64).min(len);
+    let sampler = EvalSampler::new(samples, *batch_size, share.num_replicas, share.rank)?;
+    Ok((sampler, sampler.num_batches()))
 }
 
 /// Calls `step` for each batch of this rank, with a flag for padding. Collective.

@@ -6,8 +6,8 @@ use toml::Table;
 use crate::fabric::FabricOptimizer;
 use crate::profiler::LogExecutionTime;
 use crate::run::{CountOrFraction, Precision, RunConfig};
-use crate::trainer::FitOutcome;
-use crate::trainer::checkpoints::lookup::CheckpointLookup;
+use crate::trainer::checkpoints::lookup::{CheckpointLookup, ResumeSource};
+use crate::trainer::elastic::{Copies, Recovered, is_written_for, number};
 use crate::trainer::end::summarize;
 use crate::trainer::evaluation::evaluate::validation_sets;
 use crate::trainer::fit::plan::StepPlanner;
@@ -18,9 +18,10 @@ use crate::trainer::module::optimizers;
 use crate::trainer::record::display::{RanksSummary, RunStart};
 use crate::trainer::record::model_summary::ModelSummary;
 use crate::trainer::record::run_dir::{Job, RunDir};
-use crate::trainer::saving::resume::{resume, warn_of_other_length};
+use crate::trainer::saving::resume::{load, resume, warn_of_other_length};
 use crate::trainer::saving::save::prepare_saving;
 use crate::trainer::session::{Session, SessionSetup};
+use crate::trainer::{Event, FitOutcome};
 use crate::{Error, Result, counted};
 use fulgurite_engine::collective::Agreement;
 use fulgurite_engine::execution::dry_run;
@@ -33,29 +34,32 @@ pub(crate) fn fit(
     session: &mut Session,
     run: &RunConfig<Table, Table>,
     starting: Starting,
+    lost: Option<(&Recovered, f64)>,
 ) -> Result<(FitOutcome, FitEnd)> {
+    let recovered = lost.map(|(recovered, _)| recovered);
     session.recorder.report_data(&session.setup.fabric)?;
     let schedulers = set_up_optimizers(session, run)?;
     session.hook(Hook::Setup)?;
     session.hook(Hook::FitStart)?;
-    go_on_from_checkpoint(session, run)?;
+    go_on_from_checkpoint(session, run, recovered)?;
     let max_steps = StepPlanner::of(session).max_steps()?;
     warn_of_settings(session, max_steps)?;
     set_schedules(session, schedulers, max_steps)?;
     warn_of_other_length(session)?;
-    let SessionSetup { fabric, strategy, run_dir, .. } = &session.setup;
-    session.recorder.begin(|| {
-        let world = fabric.world();
-        let device = fabric.measurements().device_description();
-        let ranks = (world.size() > 1 || device.is_some()).then(|| {
-            let summary = RanksSummary::new(world.size(), strategy, world.transport());
-            summary.on(device.unwrap_or_default())
-        });
-        let model = ModelSummary::new(fabric.module_tree()?);
-        let (items, run_dir) = (session.recorder.items_name(), Some(run_dir.clone()));
-        Ok(RunStart { max_steps, items, model, ranks, run_dir })
-    })?;
+    if let Some((recovered, lost_s)) = lost {
+        report_generation(session, recovered, lost_s)?;
+    }
+    session.has_state = true;
+    if !session.recorder.goes_on() {
+        begin_reports(session, max_steps)?;
+        // The rank that was to report it is lost, perhaps before it did.
+        let last = recovered.and_then(|recovered| recovered.last_step.as_ref());
+        if let Some(last) = last.filter(|last| number(last) == session.progress.step()) {
+            session.emit(last)?;
+        }
+    }
     prepare_saving(session)?;
+    session.copies = Copies::new(session)?;
     // From here on ranks agree on when to end.
     drop(starting);
 
@@ -81,6 +85,43 @@ pub(crate) fn fit(
     Ok((outcome, end))
 }
 
+/// Reports what a generation goes on with, and removes older states from the host's memory.
+/// Collective.
+fn report_generation(session: &mut Session, recovered: &Recovered, lost_s: f64) -> Result<()> {
+    session.setup.fabric.barrier()?;
+    let state = recovered.state.as_deref().filter(|_| session.setup.rank() == 0);
+    if let Some(state) = state.filter(|state| is_written_for(state))
+        && let Err(error) = std::fs::remove_dir_all(state)
+    {
+        tracing::warn!("{} stays until the end of the job: {error}", state.display());
+    }
+    let step = session.progress.step();
+    session.emit(&Event::Generation {
+        generation: fulgurite_launch::generation(),
+        step,
+        world_size: session.setup.world_size(),
+        from: recovered.from.clone(),
+        repeated_steps: recovered.steps_done.saturating_sub(step),
+        lost_s,
+    })
+}
+
+/// Tells the sinks that the run begins.
+fn begin_reports(session: &Session, max_steps: Option<u64>) -> Result<()> {
+    let SessionSetup { fabric, strategy, run_dir, .. } = &session.setup;
+    session.recorder.begin(|| {
+        let world = fabric.world();
+        let device = fabric.measurements().device_description();
+        let ranks = (world.size() > 1 || device.is_some()).then(|| {
+            let summary = RanksSummary::new(world.size(), strategy, world.transport());
+            summary.on(device.unwrap_or_default())
+        });
+        let model = ModelSummary::new(fabric.module_tree()?);
+        let (items, run_dir) = (session.recorder.items_name(), Some(run_dir.clone()));
+        Ok(RunStart { max_steps, items, model, ranks, run_dir })
+    })
+}
+
 /// Builds the module's optimizers, and returns their schedules.
 fn set_up_optimizers(
     session: &mut Session,
@@ -103,12 +144,23 @@ fn set_up_optimizers(
 }
 
 /// Resumes from a checkpoint if there is one, and adds the average of the weights. Collective.
-fn go_on_from_checkpoint(session: &mut Session, run: &RunConfig<Table, Table>) -> Result<()> {
+fn go_on_from_checkpoint(
+    session: &mut Session,
+    run: &RunConfig<Table, Table>,
+    recovered: Option<&Recovered>,
+) -> Result<()> {
     let rank = session.setup.rank();
     session.saving.lock_for_run(rank)?;
-    let found = match dry_run::is_on() {
-        true => None,
-        false => CheckpointLookup::of(session).checkpoint_to_resume()?,
+    let found = match recovered {
+        Some(Recovered { state: Some(path), .. }) => {
+            Some((ResumeSource::Memory(path.clone()), true))
+        }
+        Some(Recovered { run, .. }) if run.has_saved => {
+            let own = CheckpointLookup::of(session).own_last_checkpoint()?;
+            own.map(|source| (source, true))
+        }
+        _ if dry_run::is_on() => None,
+        _ => CheckpointLookup::of(session).checkpoint_to_resume()?,
     };
     let (mut source, is_own) = found.unzip();
     if is_own == Some(true) {
@@ -138,8 +190,10 @@ fn go_on_from_checkpoint(session: &mut Session, run: &RunConfig<Table, Table>) -
             return Err(Error::Config(message.to_owned()));
         }
     }
-    if let Some(source) = &source {
-        resume(session, source)?;
+    match &source {
+        Some(source @ ResumeSource::Memory(_)) => drop(load(session, source)?),
+        Some(source) => resume(session, source)?,
+        None => {}
     }
     session.saving.refuse_used_place(resumes.as_ref(), rank)?;
     if let (0, Some(attempt)) = (rank, attempt())

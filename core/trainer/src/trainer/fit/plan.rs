@@ -188,11 +188,11 @@ impl<'a> StepPlanner<'a> {
 
     /// Like [`train_sampler`](Self::train_sampler), for steps of `accumulate` batches.
     fn train_sampler_of(&self, accumulate: u64) -> Result<(SampleOrder, TrainSampler)> {
-        let SessionSetup { fabric, config, batch_size, shuffle, .. } = self.setup;
+        let SessionSetup { fabric, config, batch_size, step_ranks, shuffle, .. } = self.setup;
         let share = fabric.sampler_share()?;
         let order = self.runner.train_order(fabric.seed(), *shuffle && !config.in_order())?;
         let ranks = share.num_replicas;
-        let batch = (*batch_size as u64).saturating_mul(ranks as u64).max(1);
+        let batch = (*batch_size as u64).saturating_mul(*step_ranks as u64).max(1);
         let batches = order.epoch_len().div_ceil(batch);
         let limit = config.limit_train_batches.of(batches);
         let order = match limit < batches {
@@ -202,6 +202,7 @@ impl<'a> StepPlanner<'a> {
         let in_batch = self.progress.micro_batches_in_batch();
         let (samples, count) = (batch_size / in_batch, accumulate as usize * in_batch);
         let sampler = TrainSampler::new(order.clone(), samples, ranks, share.rank, count)?
+            .with_step_ranks(*step_ranks)
             .with_last_batch(config.last_batch)?;
         Ok((order, sampler))
     }

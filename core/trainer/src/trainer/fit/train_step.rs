@@ -1,5 +1,6 @@
 //! One training step: forwards, backwards, reduction over ranks, clipping, update, report.
 
+use std::collections::BTreeMap;
 use std::mem;
 
 use crate::fabric::{FabricOptimizer, NON_FINITE_HINT, PendingStep, StepNumbers};
@@ -32,6 +33,8 @@ struct Update {
     /// The count of the losses, over all ranks.
     items: f64,
     lr: f64,
+    /// Whether the other ranks have finished the step too.
+    finished: Result<()>,
 }
 
 impl Session {
@@ -56,14 +59,24 @@ impl Session {
         } else {
             self.manual_step(plan, &of_step, &mut ctx)?
         };
-        let Update { numbers, items, lr } = update;
+        let Update { numbers, items, lr, finished } = update;
 
         // Read the step before while the device computes this one.
         self.read_pending_step()?;
         let before = self.progress.end_step(of_step.end, items);
+        self.buffers_before.clear();
         let rate = self.recorder.end_step(items);
         let fabric = &self.setup.fabric;
-        let mut metrics = self.recorder.reduce_step(fabric, &mut ctx.table, is_logged, &rate)?;
+        let reduced = finished
+            .and_then(|()| self.recorder.reduce_step(fabric, &mut ctx.table, is_logged, &rate));
+        let (mut metrics, lost) = match reduced {
+            Ok(metrics) => (metrics, None),
+            // The step is done on this rank, which may go on with it in the next generation.
+            Err(error @ (Error::PeerFailed { .. } | Error::Collective { .. })) => {
+                (BTreeMap::new(), Some(error))
+            }
+            Err(error) => return Err(error),
+        };
         let skipped = self.skipped_steps();
         if skipped > 0 {
             metrics.insert("skipped_steps".to_owned(), skipped as f64);
@@ -74,6 +87,9 @@ impl Session {
         let report = StepReport { step, epoch, lr, rate, metrics };
         let is_read = numbers.is_read();
         self.recorder.set_pending(DoneStep { report, numbers, before });
+        if let Some(error) = lost {
+            return Err(error);
+        }
         if is_read {
             self.read_pending_step()?;
         }
@@ -92,6 +108,10 @@ impl Session {
         ctx: &mut StepContext,
     ) -> Result<f64> {
         self.setup.fabric.begin_attempt()?;
+        self.buffers_before = match self.setup.config.elastic.enabled {
+            true => self.setup.fabric.copy_buffers()?,
+            false => Vec::new(),
+        };
         if let Some(pipeline) = self.setup.fabric.runtime.pipeline()? {
             self.micro_batches_in_pipeline(&*pipeline, (plan, of_step), ctx)?;
         } else {
@@ -170,9 +190,14 @@ impl Session {
         let optimizer = self.sole_optimizer();
         let lr = optimizer.learning_rate()?;
         let numbers = optimizer.update()?;
-        self.hook(Hook::BeforeZeroGrad)?;
-        self.sole_optimizer().finish_step()?;
-        Ok(Update { numbers, items, lr })
+        let finished = self.hook(Hook::BeforeZeroGrad);
+        let finished = finished.and_then(|()| self.sole_optimizer().finish_step());
+        match finished {
+            Ok(()) | Err(Error::PeerFailed { .. } | Error::Collective { .. }) => {
+                Ok(Update { numbers, items, lr, finished })
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// Runs a step of a module with manual optimization. Collective.
@@ -209,7 +234,7 @@ impl Session {
             None => (self.recorder.last_grad_norm(), self.sole_optimizer().learning_rate()?),
         };
         let numbers = PendingStep::known(StepNumbers { loss: totals.mean(), grad_norm });
-        Ok(Update { numbers, items: totals.count, lr })
+        Ok(Update { numbers, items: totals.count, lr, finished: Ok(()) })
     }
 
     /// Returns whether the next step may leave its loss and norm on the device.
@@ -257,6 +282,14 @@ impl Session {
             Err(first @ Error::NonFinite { .. }) => first,
             Ok(()) | Err(_) => error,
         }
+    }
+
+    /// Takes back what a step has changed that was cut off by the loss of a rank. Not collective if
+    /// replicas have everything.
+    pub(crate) fn take_back_step(&mut self) -> Result<()> {
+        self.restore_training_weights()?;
+        let before = mem::take(&mut self.buffers_before);
+        self.setup.fabric.set_buffers(&before)
     }
 
     /// Abandons a step that failed because a rank ran out of memory, if smaller micro-batches are

@@ -6,6 +6,7 @@ use crate::Result;
 use crate::fabric::FabricOptimizers;
 use crate::run::TrainerConfig;
 use crate::trainer::Stage;
+use crate::trainer::elastic::copy_if_due;
 use crate::trainer::evaluation::evaluate::{Evaluated, EvaluationStage, evaluate, validation_sets};
 use crate::trainer::fit::plan::{LoopPlan, StepPlanner};
 use crate::trainer::fit::train_step::StepEnd;
@@ -42,12 +43,14 @@ impl Session {
         self.progress.set_first_epoch(plan.epoch(self.progress.cursor()));
         self.hook(Hook::TrainStart)?;
         let mut has_run = false;
-        // A run that was interrupted in a validation begins with that validation.
+        // A run that was interrupted in a validation begins with that validation, and one that goes
+        // on after the loss of a rank with what follows the last step.
         while self.progress.validation_due()
+            || self.progress.is_unfinished()
             || max_steps.is_none_or(|max| self.progress.step() < max)
         {
             has_run = true;
-            let makes_step = !self.progress.validation_due();
+            let makes_step = !self.progress.validation_due() && !self.progress.is_unfinished();
             if makes_step {
                 self.recorder.usage().begin_step();
                 if self.progress.begin_epoch(plan.epoch(self.progress.cursor())) {
@@ -60,14 +63,17 @@ impl Session {
                     self.load_training(&plan)?;
                 }
                 let before = self.progress.cursor();
-                while self.train_step(&plan)? == StepEnd::BeginAgain {
+                let mut stepped = self.train_step(&plan);
+                while matches!(stepped, Ok(StepEnd::BeginAgain)) {
                     plan = StepPlanner::of(self).plan()?;
                     self.load_training(&plan)?;
+                    stepped = self.train_step(&plan);
                 }
                 self.recorder.usage().end_update();
                 let is_validated = StepPlanner::of(self).is_validated_in(epoch);
                 let due = is_validated && plan.validates(before, self.progress.cursor());
                 self.progress.set_validation_due(due);
+                stepped?;
             }
             let validated = self.progress.validation_due();
             if validated && let Evaluated::Interrupted(why) = self.validate_training()? {
@@ -87,6 +93,8 @@ impl Session {
             let saves = saves || self.saving.has_saved(self.progress.step());
             let out_of_time = max_time.is_some_and(|limit| started.elapsed() >= limit);
             let vote = self.vote_on_stop(out_of_time)?;
+            copy_if_due(self)?;
+            self.progress.set_unfinished(false);
             if makes_step
                 && !(validated || epoch_ends || saves || self.saving.is_running())
                 && self.recorder.meter().steps() > 1
@@ -105,6 +113,8 @@ impl Session {
                 break;
             }
         }
+        // If a rank is lost from here on, the others come here again.
+        self.progress.set_unfinished(has_run);
         self.read_pending_step()?;
         self.runner.stop_loading(true);
         self.setup.fabric.runtime.unite_replicas()?;
@@ -159,19 +169,21 @@ impl Session {
     fn validate_training(&mut self) -> Result<Evaluated> {
         self.read_pending_step()?;
         let _phase = self.setup.fabric.measurements().phase("validation");
-        let swap = |optimizers: &mut FabricOptimizers| -> Result<()> {
-            let mut all = optimizers.iter_mut().map(|(_, optimizer)| optimizer);
-            all.try_for_each(|optimizer| match optimizer.average() {
-                Some(average) if average.follows_steps() => optimizer.swap_average(),
-                _ => Ok(()),
-            })
-        };
-        swap(self.optimizers_mut())?;
+        swap_averages(self.optimizers_mut())?;
+        self.has_evaluation_weights = true;
         self.set_training(false)?;
         let validated = evaluate(self, EvaluationStage::Validation)?;
-        self.set_training(true)?;
-        swap(self.optimizers_mut())?;
+        self.restore_training_weights()?;
         Ok(validated)
+    }
+
+    /// Puts the weights of training back in place after a validation. Collective.
+    pub(crate) fn restore_training_weights(&mut self) -> Result<()> {
+        if std::mem::replace(&mut self.has_evaluation_weights, false) {
+            self.set_training(true)?;
+            swap_averages(self.optimizers_mut())?;
+        }
+        Ok(())
     }
 
     /// The objects that a step can access.
@@ -219,4 +231,13 @@ impl Session {
         // The machine may be taken soon, so the save is waited for at once.
         if end == FitEnd::Finished { Ok(()) } else { finish_saving(self) }
     }
+}
+
+/// Swaps the weights and their averages that follow steps. Collective.
+fn swap_averages(optimizers: &mut FabricOptimizers) -> Result<()> {
+    let mut all = optimizers.iter_mut().map(|(_, optimizer)| optimizer);
+    all.try_for_each(|optimizer| match optimizer.average() {
+        Some(average) if average.follows_steps() => optimizer.swap_average(),
+        _ => Ok(()),
+    })
 }

@@ -143,6 +143,8 @@ pub(crate) trait ModuleRunner {
 pub(crate) struct RunnerFactory<'a> {
     /// [`DataModule::host_keys`].
     pub(crate) data_keys: &'static [&'static str],
+    /// Whether the module can be set up again, in the next generation of an elastic training.
+    pub(crate) can_repeat: bool,
     /// Sets the module up, given the program's part of the agreement between ranks. Collective.
     pub(crate) make: &'a mut dyn FnMut(&mut Fabric, Agreement) -> Result<RunnerSetup>,
 }

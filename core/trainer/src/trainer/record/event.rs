@@ -124,6 +124,22 @@ pub enum Event {
         /// The checkpoint's path.
         path: PathBuf,
     },
+    /// The run goes on in another generation, after it has lost a rank (`trainer.elastic`).
+    Generation {
+        /// The generation's number.
+        generation: u64,
+        /// The step after which it goes on.
+        step: u64,
+        /// Number of ranks.
+        world_size: usize,
+        /// Where the state was, such as `the memory of rank 1`.
+        from: String,
+        /// Steps after `step` that were done before, and are taken again.
+        repeated_steps: u64,
+        /// Seconds from the error on this rank to the next step; 0 on a new process.
+        #[serde(deserialize_with = "number")]
+        lost_s: f64,
+    },
     /// A checkpoint was committed. For a background save the event comes some steps later.
     Checkpoint {
         /// The step after which the checkpoint was saved.
@@ -210,6 +226,7 @@ impl Event {
             | Self::Table { .. }
             | Self::Data(_)
             | Self::Resume { .. }
+            | Self::Generation { .. }
             | Self::Profile(_)
             | Self::Checkpoint { .. }
             | Self::Summary { .. } => return None,

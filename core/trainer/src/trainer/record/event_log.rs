@@ -50,6 +50,7 @@ impl EventSink for EventLog {
         match event {
             Event::Data(_)
             | Event::Resume { .. }
+            | Event::Generation { .. }
             | Event::Checkpoint { .. }
             | Event::Table { .. }
             | Event::Profile(_)

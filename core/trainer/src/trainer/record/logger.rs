@@ -155,6 +155,8 @@ pub(crate) struct LoggerSink {
     left_out: Option<Event>,
     /// The step that the run resumed from.
     resumed: u64,
+    /// Whether the loggers know that the training has begun.
+    has_begun: bool,
     /// The first error of a call that cannot return it.
     error: Option<Error>,
     /// The kinds of data that were reported as not written by any logger.
@@ -180,6 +182,7 @@ impl LoggerSink {
             max_steps: None,
             left_out: None,
             resumed: 0,
+            has_begun: false,
             error: None,
             told: BTreeSet::new(),
         })
@@ -220,6 +223,7 @@ impl EventSink for LoggerSink {
     fn start(&mut self, max_steps: Option<u64>) {
         self.max_steps = max_steps;
         let step = self.resumed;
+        self.has_begun = true;
         self.error = self.loggers.iter_mut().find_map(|logger| logger.begin_training(step).err());
     }
 
@@ -228,8 +232,13 @@ impl EventSink for LoggerSink {
         if let Some(message) = self.left_out_by_all(event) {
             tracing::warn!("{message}");
         }
-        if let Event::Resume { step, .. } = event {
-            self.resumed = *step;
+        match event {
+            Event::Resume { step, .. } => self.resumed = *step,
+            Event::Generation { step, .. } if self.has_begun => {
+                self.loggers.iter_mut().try_for_each(|logger| logger.begin_training(*step))?;
+            }
+            Event::Generation { step, .. } => self.resumed = *step,
+            _ => {}
         }
         match event {
             Event::Step { step, .. } => {

@@ -6,6 +6,7 @@ use std::sync::OnceLock;
 
 use crate::fabric::{Fabric, PendingStep, StepNumbers};
 use crate::run::TrainerConfig;
+use crate::trainer::elastic::Reports;
 use crate::trainer::progress::Cursor;
 use crate::trainer::record::display::{EvaluationProgress, RunStart};
 use crate::trainer::record::event::{Event, RunStatus, SharedSink};
@@ -31,6 +32,8 @@ pub(crate) struct Recorder {
     /// [`DataModule::items`](fulgurite_engine::data::DataModule::items).
     items_name: &'static str,
     has_loggers: bool,
+    /// Whether the sinks know of the run from an earlier generation.
+    goes_on: bool,
     /// Whether the run is a trial, which keeps nothing (`trainer.fast_dev_run`).
     is_trial: bool,
     metrics: BTreeMap<String, f64>,
@@ -45,6 +48,9 @@ pub(crate) struct Recorder {
     hook_table: LogTable,
     /// The last step, until it is reported.
     pending: Option<DoneStep>,
+    /// The report of the last step, in an elastic training.
+    last_step: Option<Event>,
+    keeps_last_step: bool,
     /// The last field, so that it is dropped last: removes the run's directory if it has no
     /// results.
     guard: Option<RunDirGuard>,
@@ -85,6 +91,7 @@ impl Recorder {
             usage,
             items_name,
             has_loggers: !config.loggers.is_empty(),
+            goes_on: false,
             is_trial: config.fast_dev_run.batches().is_some(),
             metrics: BTreeMap::new(),
             metric_steps: BTreeMap::new(),
@@ -92,8 +99,20 @@ impl Recorder {
             epoch_table: LogTable::default(),
             hook_table: LogTable::default(),
             pending: None,
+            last_step: None,
+            keeps_last_step: config.elastic.enabled,
             guard,
         }
+    }
+
+    /// Sets whether the sinks know of the run from an earlier generation.
+    pub(crate) fn going_on(self, goes_on: bool) -> Self {
+        Self { goes_on, ..self }
+    }
+
+    /// Returns whether the sinks know of the run from an earlier generation.
+    pub(crate) fn goes_on(&self) -> bool {
+        self.goes_on
     }
 
     /// The memory and traffic of steps.
@@ -120,7 +139,7 @@ impl Recorder {
 
     /// Sends the data report to the sinks, and warns of data that was left out by mistake.
     pub(crate) fn report_data(&mut self, fabric: &Fabric) -> Result<()> {
-        let Some(report) = self.data.take() else { return Ok(()) };
+        let Some(report) = self.data.take().filter(|_| !self.goes_on) else { return Ok(()) };
         if let (true, Some(faults)) = (fabric.is_global_zero(), report.faults()) {
             tracing::warn!("some of the data cannot be used and was left out: {faults}");
         }
@@ -363,6 +382,23 @@ impl Recorder {
         has.then(|| if counts { self.epoch_table.states() } else { Ok(SavedStates::default()) })
     }
 
+    /// Returns this rank's values of the present epoch; `None` if it has none.
+    pub(crate) fn own_epoch_states(&self) -> Option<Result<SavedStates>> {
+        (!self.epoch_table.is_empty()).then(|| self.epoch_table.states())
+    }
+
+    /// Returns whether the last step is not reported yet.
+    pub(crate) fn is_pending(&self) -> bool {
+        self.pending.is_some()
+    }
+
+    /// Takes what goes on in the next generation. The recorder reports nothing any more.
+    pub(crate) fn hand_over(&mut self) -> Reports {
+        let sinks = std::mem::take(&mut self.sinks);
+        let meter = std::mem::replace(&mut self.meter, Meter::new(0.0));
+        Reports { sinks, meter, guard: self.guard.take() }
+    }
+
     /// Restores the values of a checkpoint's epoch.
     pub(crate) fn load_epoch(&mut self, states: SavedStates) {
         self.epoch_table.load(states);
@@ -393,7 +429,15 @@ impl Recorder {
         }
         self.record_one(step, GRAD_NORM, grad_norm);
         let event = Event::Step { step, epoch, train_loss: loss, grad_norm, lr, rate, metrics };
+        if self.keeps_last_step {
+            self.last_step = Some(event.clone());
+        }
         self.emit(fabric, &event)
+    }
+
+    /// Returns the report of the last step, in an elastic training.
+    pub(crate) fn last_step(&self) -> Option<&Event> {
+        self.last_step.as_ref()
     }
 
     /// Returns the gradient norm of the last reported step.

@@ -1,5 +1,7 @@
 //! Resuming from a checkpoint.
 
+use std::path::PathBuf;
+
 use crate::fabric::OptimizerState;
 use crate::trainer::Event;
 use crate::trainer::checkpoints::lookup::{CheckpointLookup, ResumeSource};
@@ -33,10 +35,16 @@ fn clear_place(io: &dyn CheckpointIO) -> Result<()> {
 /// With `checkpoint.weights_only` loads only the weights. A session without an optimizer, for an
 /// evaluation, loads the moving average of the weights if `trainer.ema_decay` is set.
 pub(crate) fn resume(session: &mut Session, from: &ResumeSource) -> Result<()> {
+    let (step, path) = load(session, from)?;
+    session.emit(&Event::Resume { step, path })
+}
+
+/// Resumes as [`resume`], and returns the step and the checkpoint's path. Collective.
+pub(crate) fn load(session: &mut Session, from: &ResumeSource) -> Result<(u64, PathBuf)> {
     let training = session.optimizers.is_some();
     let (saving, rank) = (&session.saving, session.setup.rank());
     let io = match from {
-        ResumeSource::Local(_) => None,
+        ResumeSource::Local(_) | ResumeSource::Memory(_) => None,
         ResumeSource::Named { dir, .. } if *dir == saving.root() => Some(saving.io().clone()),
         ResumeSource::Named { dir, .. } => Some(saving.config().open(dir)?),
     };
@@ -55,26 +63,29 @@ pub(crate) fn resume(session: &mut Session, from: &ResumeSource) -> Result<()> {
     }
     let open = || match (from, &io) {
         (ResumeSource::Named { name, .. }, Some(io)) => DistributedCheckpoint::open_with(io, name),
-        (ResumeSource::Local(path) | ResumeSource::Named { dir: path, .. }, _) => {
-            DistributedCheckpoint::open(path)
-        }
+        (
+            ResumeSource::Local(path)
+            | ResumeSource::Memory(path)
+            | ResumeSource::Named { dir: path, .. },
+            _,
+        ) => DistributedCheckpoint::open(path),
     };
     // Weights from any source can be evaluated.
     let foreign = matches!(from, ResumeSource::Local(path) if is_foreign(path));
     if saving.config().weights_only || (foreign && !training) {
         let path = match (from, &io) {
             (ResumeSource::Named { name, .. }, Some(io)) => io.location(name),
-            (ResumeSource::Local(path) | ResumeSource::Named { dir: path, .. }, _) => path.clone(),
+            (_, _) => from.path(),
         };
         let open = || -> Result<Box<dyn TensorSource>> {
             match from {
-                ResumeSource::Named { .. } => Ok(Box::new(open()?)),
+                ResumeSource::Named { .. } | ResumeSource::Memory(_) => Ok(Box::new(open()?)),
                 ResumeSource::Local(path) => session.runner.open_weights(path),
             }
         };
         let options = session.runner.load_options(&saving.config().load);
         session.setup.fabric.load_weights(open, &options)?;
-        return session.emit(&Event::Resume { step: 0, path });
+        return Ok((0, path));
     }
     let source = open()?;
     let optimizer =
@@ -97,7 +108,7 @@ pub(crate) fn resume(session: &mut Session, from: &ResumeSource) -> Result<()> {
         Ok(state) => state,
         // Saved by a program with its own loop, or after the training.
         Err(_) if !training => {
-            return session.emit(&Event::Resume { step: 0, path: source.location().to_owned() });
+            return Ok((0, source.location().to_owned()));
         }
         Err(error) => {
             let message = format!("its training state cannot be read: {error}");
@@ -149,10 +160,12 @@ pub(crate) fn resume(session: &mut Session, from: &ResumeSource) -> Result<()> {
             // A validation that is still due may change the saved state.
             let saved = (!state.validation_due).then_some(state.cursor.step);
             session.saving.resume(name, state.kept, saved, rank);
+        } else if matches!(from, ResumeSource::Memory(_)) {
+            session.saving.go_on(state.kept);
+            session.progress.set_unfinished(state.unfinished);
         }
     }
-    let path = source.location().to_owned();
-    session.emit(&Event::Resume { step: session.progress.step(), path })
+    Ok((session.progress.step(), source.location().to_owned()))
 }
 
 /// Warns if the checkpoint was saved with another configuration of the model or its adapters.

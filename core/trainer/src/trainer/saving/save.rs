@@ -9,6 +9,7 @@ use crate::trainer::checkpoints::saved_state::SavedState;
 use crate::trainer::checkpoints::trainer_state::TrainerState;
 use crate::trainer::module::hooks::Hook;
 use crate::trainer::module::runner::ModuleRunner;
+use crate::trainer::record::log_table::SavedStates;
 use crate::trainer::session::Session;
 use crate::trainer::{Event, SaveRequest};
 use crate::{Error, Result};
@@ -97,11 +98,10 @@ pub(crate) fn save_on_exception(session: &mut Session) {
 
 /// Returns whether the weights are those after the last whole step.
 fn is_between_updates(session: &Session) -> bool {
-    let averages = session.progress.validation_due() && session.setup.config.ema_decay.is_some();
     let mut optimizers = session.optimizers.iter().flat_map(|all| all.iter());
     let done = session.progress.step();
     session.runner.automatic_optimization()
-        && !averages
+        && !session.has_evaluation_weights
         && optimizers.all(|(_, o)| o.steps() == done)
 }
 
@@ -134,32 +134,12 @@ fn try_to_write(session: &mut Session, write: Write) -> Result<()> {
         finish_saving(session)?;
     }
     let (step, rank) = (session.progress.step(), session.setup.rank());
-    let epoch_metrics = match session.recorder.epoch_states(&session.setup.fabric) {
-        None => Vec::new(),
-        Some(states) => all_gather_object(&**session.setup.fabric.world(), &states?)?,
-    };
-    let saving = &mut session.saving;
-    saving.take_name(&name, &mut remove, rank)?;
-    // Callbacks come before the module, as everywhere.
-    let callbacks = session.callbacks.states()?;
-    let module = module_state(&mut *session.runner, &session.setup.fabric)?;
-    let state = TrainerState {
-        cursor: session.progress.cursor(),
-        seed: session.setup.fabric.seed(),
-        epoch: (step > 0).then_some(session.progress.epoch()),
-        validation_due: session.progress.validation_due(),
-        metrics: session.recorder.metrics().iter().map(|(k, v)| (k.clone(), Some(*v))).collect(),
-        epoch_metrics,
-        module,
-        callbacks,
-        kept,
-        data: session.setup.samples.fingerprint.clone(),
-        samples: session.setup.samples.definition.clone(),
-        length: Some(session.progress.length()),
-    };
-    let config = serde_json::to_value(&session.setup.resolved)
-        .map_err(|e| Error::other(format!("encoding the configuration: {e}")))?;
-    let (fabric, io) = (&session.setup.fabric, saving.io().clone());
+    let epoch_metrics = gather_epoch_states(session)?;
+    session.saving.take_name(&name, &mut remove, rank)?;
+    let state = trainer_state(session, kept, epoch_metrics, false)?;
+    let config = configuration(session)?;
+    let (fabric, saving) = (&session.setup.fabric, &mut session.saving);
+    let io = saving.io().clone();
     let world = &**fabric.world();
     let distributed = fabric.strategy()?.capabilities.saves_distributed_checkpoints;
     let optimizer = session.optimizers.as_mut().filter(|_| !weights_only);
@@ -178,6 +158,79 @@ fn try_to_write(session: &mut Session, write: Write) -> Result<()> {
         path
     };
     report_saved(session, Some(SavedCheckpoint { step, path, blocked: start.elapsed() }))
+}
+
+/// Returns the values of all ranks in the present epoch; empty if no rank has any. Collective.
+fn gather_epoch_states(session: &Session) -> Result<Vec<SavedStates>> {
+    match session.recorder.epoch_states(&session.setup.fabric) {
+        None => Ok(Vec::new()),
+        Some(states) => all_gather_object(&**session.setup.fabric.world(), &states?),
+    }
+}
+
+/// Returns the trainer's state. `unfinished` as
+/// [`TrainerState::unfinished`](TrainerState::unfinished). Collective under a pipeline.
+fn trainer_state(
+    session: &mut Session,
+    kept: Vec<RetainedCheckpoint>,
+    epoch_metrics: Vec<SavedStates>,
+    unfinished: bool,
+) -> Result<TrainerState> {
+    // Callbacks come before the module, as everywhere.
+    let callbacks = session.callbacks.states()?;
+    let module = module_state(&mut *session.runner, &session.setup.fabric)?;
+    let progress = &session.progress;
+    Ok(TrainerState {
+        cursor: progress.cursor(),
+        seed: session.setup.fabric.seed(),
+        epoch: (progress.step() > 0).then_some(progress.epoch()),
+        validation_due: progress.validation_due(),
+        unfinished,
+        metrics: session.recorder.metrics().iter().map(|(k, v)| (k.clone(), Some(*v))).collect(),
+        epoch_metrics,
+        module,
+        callbacks,
+        kept,
+        data: session.setup.samples.fingerprint.clone(),
+        samples: session.setup.samples.definition.clone(),
+        length: Some(progress.length()),
+    })
+}
+
+fn configuration(session: &Session) -> Result<serde_json::Value> {
+    serde_json::to_value(&session.setup.resolved)
+        .map_err(|e| Error::other(format!("encoding the configuration: {e}")))
+}
+
+/// Returns this rank's part of a distributed checkpoint of the present state. Collective.
+pub(crate) fn whole_state(session: &mut Session, name: &str) -> Result<checkpoint::SaveRequest> {
+    let epoch = gather_epoch_states(session)?;
+    let kept = session.saving.kept();
+    let state = trainer_state(session, kept, epoch, false)?;
+    let config = configuration(session)?;
+    let optimizer = session.optimizers.as_mut().map(|o| o as &mut dyn OptimizerState);
+    session.setup.fabric.checkpoints().save_request(name, optimizer, &state, config)
+}
+
+/// Like [`whole_state`], of what this rank's replica has, with the values of the epoch that the
+/// caller has gathered. Not collective: other ranks may be lost.
+///
+/// # Errors
+/// If the weights are not those after a whole step, or replicas have trained separately.
+pub(crate) fn held_state(
+    session: &mut Session,
+    name: &str,
+    epoch: Vec<SavedStates>,
+) -> Result<checkpoint::SaveRequest> {
+    if !is_between_updates(session) || session.setup.fabric.device_mesh().pipeline().is_some() {
+        return Err(Error::other("the weights are not those after a whole step"));
+    }
+    let kept = session.saving.kept();
+    let unfinished = session.progress.is_unfinished();
+    let state = trainer_state(session, kept, epoch, unfinished)?;
+    let config = configuration(session)?;
+    let optimizer = session.optimizers.as_mut().map(|o| o as &mut dyn OptimizerState);
+    session.setup.fabric.checkpoints().held_request(name, optimizer, &state, config)
 }
 
 /// Allocates memory for background saves, if the run will use them. Collective.

@@ -1,0 +1,64 @@
+//! `[trainer.elastic]`.
+
+use super::trainer_config::config_error;
+use crate::Result;
+use fulgurite_config::ConfigType;
+
+fulgurite_config::config_struct! {
+    /// Whether a training goes on that has lost a rank: the table `[trainer.elastic]`. A rank is
+    /// lost if its process is killed, or is stopped while others run. For ranks that the program
+    /// starts itself, on one host.
+    #[derive(Debug, Clone, PartialEq)]
+    pub struct ElasticConfig {
+        /// Whether the other ranks go on, without a restart: they take the step in which the rank was
+        /// lost again, with the same samples. Otherwise the loss of a rank ends the run.
+        pub enabled: bool = false,
+        /// Fewest ranks with which the training goes on.
+        pub min_ranks: usize = 1,
+        /// How often a new process takes the place of the same rank. After that the other ranks
+        /// divide its samples among them.
+        pub max_restarts: u64 = 3,
+        /// Number of copies of shards that only one rank has, in the host's memory: `0` or `1`.
+        /// Without copies, a run that has lost such shards goes on from its last checkpoint. Replicas
+        /// (`ddp`, and `fsdp` with `data_parallel_replicate_size`) need none.
+        pub replicas: usize = 0,
+        /// The interval of these copies, in optimizer steps. The steps since the last copy are
+        /// taken again.
+        pub replicate_every_n_steps: u64 = 1,
+        /// Number of seconds that the ranks wait for each other before they go on without those that
+        /// have not come.
+        pub join_timeout_secs: u64 = 60,
+    }
+}
+
+impl ElasticConfig {
+    /// Checks ranges.
+    ///
+    /// # Errors
+    /// [`Error::Config`](crate::Error::Config) that names the key.
+    pub(crate) fn validate(&self) -> Result<()> {
+        let at_least_one = [
+            ("min_ranks", self.min_ranks as u64),
+            ("replicate_every_n_steps", self.replicate_every_n_steps),
+            ("join_timeout_secs", self.join_timeout_secs),
+        ];
+        for (key, value) in at_least_one {
+            if value == 0 {
+                return config_error(&format!("elastic.{key}"), "must be at least 1, found 0");
+            }
+        }
+        if self.replicas > 1 {
+            return config_error(
+                "elastic.replicas",
+                format!("must be 0 or 1, found {}: one host has one memory", self.replicas),
+            );
+        }
+        Ok(())
+    }
+}
+
+impl ConfigType for ElasticConfig {
+    fn describe() -> String {
+        "table".to_owned()
+    }
+}

@@ -1,0 +1,186 @@
+//! What a rank keeps of a training when its generation ends.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use serde::{Deserialize, Serialize};
+
+use super::copies::Copies;
+use crate::trainer::record::event::{Event, SharedSink};
+use crate::trainer::record::log_table::SavedStates;
+use crate::trainer::record::meter::Meter;
+use crate::trainer::record::run_dir::RunDirGuard;
+use crate::trainer::saving::save::held_state;
+use crate::trainer::session::Session;
+use crate::{Error, Result};
+use fulgurite_checkpoint::SaveRequest;
+use fulgurite_engine::mesh::DATA_PARALLEL_REPLICATE;
+
+/// What a rank keeps of a training when its generation ends.
+#[derive(Default)]
+pub(crate) struct Kept {
+    session: Option<Session>,
+    run: Option<RunSoFar>,
+    copy: Option<Copy>,
+    reports: Option<Reports>,
+    lost_at: Option<Instant>,
+    /// Steps done when the last generation ended, on any rank.
+    pub(super) steps_done: u64,
+}
+
+/// What the run of earlier generations has set.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct RunSoFar {
+    pub(crate) run_dir: PathBuf,
+    /// Number of ranks for whose batches a step has samples.
+    pub(crate) step_ranks: usize,
+    /// Whether the run has saved a checkpoint.
+    pub(crate) has_saved: bool,
+}
+
+/// A committed checkpoint of this run in the host's memory.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub(crate) struct Copy {
+    pub(crate) step: u64,
+    pub(crate) path: PathBuf,
+}
+
+/// The receivers and measurements of a rank that go on in the next generation.
+pub(crate) struct Reports {
+    pub(crate) sinks: Vec<SharedSink>,
+    pub(crate) meter: Meter,
+    pub(crate) guard: Option<RunDirGuard>,
+}
+
+/// What a rank offers to the others at the begin of a generation.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Offer {
+    pub(super) run: Option<RunSoFar>,
+    pub(super) held: Option<Held>,
+    pub(super) copy: Option<Copy>,
+    /// The report of this rank's last step. The rank that was to report it may be lost.
+    pub(super) last_step: Option<Event>,
+    /// Steps that this rank has done, whether or not it still holds the state after them.
+    pub(super) steps_done: u64,
+}
+
+/// The state that a rank holds, as a part of its replica.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct Held {
+    pub(super) step: u64,
+    /// The rank's coordinates in its replica.
+    pub(super) place: Vec<usize>,
+    /// Number of ranks in a replica.
+    pub(super) replica_size: usize,
+    pub(super) bytes: u64,
+    /// Values logged in the present epoch.
+    pub(super) epoch: Option<SavedStates>,
+}
+
+impl Kept {
+    /// Keeps the session of a generation that has ended.
+    pub(crate) fn keep(&mut self, mut session: Session) {
+        self.lost_at.get_or_insert_with(Instant::now);
+        self.run = Some(RunSoFar {
+            run_dir: session.setup.run_dir.clone(),
+            step_ranks: session.setup.step_ranks,
+            has_saved: session.saving.has_saved_any()
+                || self.run.as_ref().is_some_and(|run| run.has_saved),
+        });
+        let copy = session.copies.take().and_then(Copies::finish);
+        // The state that the generation began with is removed once all ranks have it.
+        let begun_with = self.copy.take().filter(|copy| copy.path.is_dir());
+        self.copy = begun_with.max(copy);
+        self.session = Some(session);
+    }
+
+    /// Notes when a rank was lost before there was a session.
+    pub(crate) fn note_loss(&mut self) {
+        self.lost_at.get_or_insert_with(Instant::now);
+    }
+
+    /// Returns the seconds since a rank was lost, once the others have gone on.
+    pub(crate) fn take_lost_secs(&mut self) -> f64 {
+        self.lost_at.take().map_or(0.0, |at| at.elapsed().as_secs_f64())
+    }
+
+    /// Takes the reports of the last session on this process, if there was one.
+    pub(crate) fn take_reports(&mut self) -> Option<Reports> {
+        self.reports.take()
+    }
+
+    /// Returns what this rank offers. Not collective.
+    pub(super) fn offer(&mut self) -> Offer {
+        let held = match &mut self.session {
+            None => None,
+            Some(session) => match held(session) {
+                Ok(held) => held,
+                Err(error) => {
+                    tracing::info!("this rank's state cannot be used after the loss: {error}");
+                    None
+                }
+            },
+        };
+        let step = self.session.as_ref().map_or(0, |session| session.progress.step());
+        self.steps_done = self.steps_done.max(step);
+        let last_step = self.session.as_ref().and_then(|session| session.recorder.last_step());
+        Offer {
+            run: self.run.clone(),
+            held,
+            copy: self.copy.clone(),
+            last_step: last_step.cloned(),
+            steps_done: self.steps_done,
+        }
+    }
+
+    /// Returns this rank's part of a checkpoint of the state that it holds. `epoch` has the logged
+    /// values of all ranks.
+    pub(super) fn request(&mut self, name: &str, epoch: Vec<SavedStates>) -> Result<SaveRequest> {
+        let session = self.session.as_mut();
+        let session = session.ok_or_else(|| Error::other("this rank holds no state"))?;
+        held_state(session, name, epoch)
+    }
+
+    /// Sets what the run of earlier generations has set.
+    pub(super) fn set_run(&mut self, run: &RunSoFar) {
+        self.run = Some(run.clone());
+    }
+
+    /// Sets a committed checkpoint that later generations may resume from.
+    pub(super) fn set_copy(&mut self, copy: Copy) {
+        self.copy = Some(copy);
+    }
+
+    /// Ends the session, whose state is saved. Its reports go on.
+    pub(super) fn end_session(&mut self) {
+        let Some(mut session) = self.session.take() else { return };
+        session.runner.stop_loading(true);
+        session.runner.stop_loading(false);
+        self.reports = Some(session.recorder.hand_over());
+    }
+}
+
+/// Returns what this rank holds; `None` if its state is not that after a whole step. Not collective.
+fn held(session: &mut Session) -> Result<Option<Held>> {
+    let is_read_late = session.recorder.is_pending() && !session.setup.device().is_cpu();
+    if session.optimizers.is_none() || !session.has_state || is_read_late {
+        return Ok(None);
+    }
+    session.take_back_step()?;
+    session.read_pending_step()?;
+    let step = session.progress.step();
+    let Ok(request) = held_state(session, "", Vec::new()) else { return Ok(None) };
+    let tensors = request.model.iter().chain(&request.optimizer);
+    let bytes = tensors.map(|t| (t.values.elem_count() * t.values.dtype().size_in_bytes()) as u64);
+    let bytes = bytes.sum();
+    let mesh = session.setup.fabric.device_mesh();
+    let (names, sizes) = (mesh.layout().names(), mesh.layout().sizes());
+    let dims = names.iter().zip(sizes).filter(|(name, _)| *name != DATA_PARALLEL_REPLICATE);
+    let (mut place, mut replica_size) = (Vec::new(), 1);
+    for (name, size) in dims {
+        place.push(mesh.coordinate(name));
+        replica_size *= size;
+    }
+    let epoch = session.recorder.own_epoch_states().transpose()?;
+    Ok(Some(Held { step, place, replica_size, bytes, epoch }))
+}

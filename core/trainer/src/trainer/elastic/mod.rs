@@ -1,0 +1,20 @@
+//! Trainings that go on after they have lost a rank (`trainer.elastic`).
+//!
+//! The launch divides such a job into [generations](fulgurite_launch::Elastic). When a collective
+//! fails because a rank is lost, the other ranks join the next generation, and agree on the newest
+//! state that they have together ([`agree`]):
+//!
+//! - what they hold: with replicas, the ranks that are left may have everything;
+//! - the copies of their shards in the host's memory ([`Copies`]);
+//! - else the run's last checkpoint.
+//!
+//! They then set the run up again in this process, and resume from that state. A rank that joins
+//! does the same, and has nothing to offer.
+
+mod agreement;
+mod copies;
+mod kept;
+
+pub(super) use agreement::{Recovered, agree, is_written_for, number};
+pub(super) use copies::{Copies, copy_if_due};
+pub(super) use kept::{Kept, Reports};

@@ -1,0 +1,228 @@
+//! Trainings that lose ranks and go on (`trainer.elastic`).
+
+use std::fs;
+use std::path::Path;
+
+use rustix::process::{Signal, kill_process};
+use serde_json::Value;
+
+use crate::program::{Job, Run, Running, Scratch, assert_close};
+
+const STEPS: u64 = 60;
+
+/// A run of [`STEPS`] steps, in which nothing is lost.
+fn undisturbed<'a>(scratch: &'a Scratch, strategy: &str, devices: usize) -> Job<'a> {
+    scratch.small().on(strategy, devices, 2).set(&[
+        &format!("trainer.max_steps={STEPS}"),
+        "trainer.elastic.enabled=true",
+        "trainer.enable_plan=false",
+    ])
+}
+
+fn strike(running: &Running, rank: usize, signal: Signal) {
+    kill_process(running.rank(rank), signal).unwrap();
+}
+
+/// Kills a rank after step 10, and waits for the end of the run.
+fn kill_once(job: &Job, rank: usize) -> Run {
+    let running = job.start();
+    running.reach(10);
+    strike(&running, rank, Signal::KILL);
+    running.wait()
+}
+
+/// Asserts that a run has gone on to its end, and returns its generations.
+#[track_caller]
+fn gone_on(run: &Run) -> Vec<Value> {
+    assert_eq!(run.code(), Some(0), "{}{}", run.stdout, run.stderr);
+    assert!(!run.stderr.contains("error"), "{}", run.stderr);
+    let generations = run.events_of("generation");
+    assert!(!generations.is_empty(), "{}{}", run.stdout, run.stderr);
+    assert_eq!(run.summary()["steps"], STEPS);
+    generations
+}
+
+/// Asserts that nothing is left in the memory and the temporary files of this host.
+#[track_caller]
+fn left_nothing(scratch: &Scratch, supervisor: i32) {
+    let own = format!("fulgurite-elastic-{supervisor}");
+    for root in [Path::new("/dev/shm"), &scratch.temporary()] {
+        assert!(!root.join(&own).exists(), "{}", root.join(own).display());
+    }
+}
+
+#[test]
+fn killed_rank_is_replaced_to_the_bit() {
+    let scratch = Scratch::with_tokens();
+    let job = undisturbed(&scratch, "ddp", 3);
+    let expected = job.succeed().losses();
+    for rank in [0, 1] {
+        let run = kill_once(&job, rank);
+        let generations = gone_on(&run);
+        assert_eq!((&generations[0]["generation"], &generations[0]["world_size"]), (&1.into(), &3.into()));
+        assert_eq!(generations[0]["repeated_steps"], 0);
+        assert_eq!(run.losses(), expected, "rank {rank} was killed");
+        let run_dirs = fs::read_dir(scratch.path().join("fulgurite_logs")).unwrap().count();
+        assert_eq!(run_dirs, 2 + rank, "the run goes on in its directory");
+    }
+}
+
+#[test]
+fn ranks_left_divide_the_samples() {
+    let scratch = Scratch::with_tokens();
+    let job = undisturbed(&scratch, "ddp", 3);
+    let expected = job.succeed().losses();
+    for rank in [0, 2] {
+        let run = kill_once(&job.clone().set(&["trainer.elastic.max_restarts=0"]), rank);
+        assert_eq!(gone_on(&run)[0]["world_size"], 2);
+        assert_close(&run.losses(), &expected, 1e-6);
+        assert_eq!(run.summary()["world_size"], 2);
+    }
+}
+
+#[test]
+fn lost_shards_come_from_their_copies() {
+    let scratch = Scratch::with_tokens();
+    let job = undisturbed(&scratch, "fsdp", 3);
+    let expected = job.succeed().losses();
+    let copied = job.clone().set(&["trainer.elastic.replicas=1"]);
+    for rank in [0, 1] {
+        let running = copied.start();
+        running.reach(10);
+        strike(&running, rank, Signal::KILL);
+        let supervisor = running.pid().as_raw_nonzero().get();
+        let run = running.wait();
+        let generation = &gone_on(&run)[0];
+        assert_eq!(generation["from"], "the copies in the host's memory");
+        assert!(generation["repeated_steps"].as_u64() <= Some(2), "{generation}");
+        assert_eq!(run.losses(), expected);
+        left_nothing(&scratch, supervisor);
+    }
+}
+
+#[test]
+fn lost_shards_come_from_the_last_checkpoint() {
+    let scratch = Scratch::with_tokens();
+    let job = undisturbed(&scratch, "fsdp", 2);
+    let expected = job.succeed().losses();
+    let run = kill_once(&job.clone().set(&["checkpoint.every_n_steps=8"]), 1);
+    let generation = &gone_on(&run)[0];
+    assert_eq!(generation["from"], "the last checkpoint");
+    assert!(generation["step"].as_u64().unwrap().is_multiple_of(8), "{generation}");
+    assert_eq!(run.losses(), expected);
+    let generation = &gone_on(&kill_once(&job, 0))[0];
+    assert_eq!((&generation["from"], &generation["step"]), (&"the begin of the run".into(), &0.into()));
+}
+
+#[test]
+fn replica_of_shards_needs_no_copy() {
+    let scratch = Scratch::with_tokens();
+    let strategy = "{ type = \"hsdp\", data_parallel_replicate_size = 2 }";
+    let job = undisturbed(&scratch, strategy, 4);
+    let expected = job.succeed().losses();
+    let run = kill_once(&job, 2);
+    let generation = &gone_on(&run)[0];
+    assert_eq!((&generation["from"], &generation["repeated_steps"]), (&"the memory of ranks [0, 1]".into(), &0.into()));
+    assert_eq!(run.losses(), expected);
+}
+
+#[test]
+fn stopped_rank_is_replaced() {
+    let scratch = Scratch::with_tokens();
+    let job = undisturbed(&scratch, "ddp", 2);
+    let expected = job.succeed().losses();
+    let running = job.start();
+    running.reach(10);
+    strike(&running, 1, Signal::STOP);
+    let run = running.wait();
+    gone_on(&run);
+    assert_eq!(run.losses(), expected);
+}
+
+#[test]
+fn validations_and_averages_go_on() {
+    let scratch = Scratch::with_tokens();
+    let job = undisturbed(&scratch, "ddp", 2).set(&[
+        "trainer.ema_decay=0.9",
+        "trainer.val_check_interval=1",
+        "data.validation_fraction=0.3",
+        "checkpoint.every_n_steps=20",
+    ]);
+    let before = job.succeed();
+    let run = kill_once(&job, 1);
+    gone_on(&run);
+    assert_eq!(run.losses(), before.losses());
+    let validations = |run: &Run| {
+        let all = run.events_of("validation").into_iter();
+        let mut all: Vec<_> = all.map(|e| (e["step"].as_u64(), e["val_loss"].as_f64())).collect();
+        all.dedup();
+        all
+    };
+    assert_eq!(validations(&run), validations(&before));
+    let saved = |run: &Run| -> Vec<Value> {
+        run.events_of("checkpoint").into_iter().map(|mut e| e["step"].take()).collect()
+    };
+    assert_eq!(saved(&run), saved(&before));
+}
+
+#[test]
+fn second_loss_during_the_change_is_survived() {
+    let scratch = Scratch::with_tokens();
+    let job = undisturbed(&scratch, "ddp", 3);
+    let expected = job.succeed().losses();
+    let running = job.start();
+    running.reach(10);
+    let others = running.members();
+    strike(&running, 1, Signal::KILL);
+    // The new rank 1.
+    let new = running.until("a new process", |this| {
+        this.members().into_iter().find(|pid| !others.contains(pid))
+    });
+    kill_process(new, Signal::KILL).unwrap();
+    let run = running.wait();
+    let generations = gone_on(&run);
+    assert_eq!(generations.last().unwrap()["generation"], 2);
+    assert_eq!(run.losses(), expected);
+}
+
+#[test]
+fn too_few_ranks_end_the_run() {
+    let scratch = Scratch::with_tokens();
+    let job = undisturbed(&scratch, "ddp", 2)
+        .set(&["trainer.elastic.max_restarts=0", "trainer.elastic.min_ranks=2"]);
+    let run = kill_once(&job, 1);
+    assert_eq!(run.code(), Some(137), "{}", run.stderr);
+    insta::assert_snapshot!(last_lines(&run, 2), @r"
+    warning: rank 1 was killed by signal 9 (SIGKILL), and the job cannot go on: 1 rank left, and the strategy and trainer.elastic.min_ranks = 2 need more
+    error: rank 1 was killed by signal 9 (SIGKILL)
+    ");
+}
+
+#[test]
+fn own_errors_still_end_the_run() {
+    let scratch = Scratch::new();
+    scratch.token_files((0..200).map(|i| if i == 130 { 60 } else { i % 50 }));
+    let job = undisturbed(&scratch, "ddp", 2).set(&["data.path=tokens"]);
+    let error = job.fail();
+    assert!(error.contains("token 60"), "{error}");
+}
+
+#[test]
+fn settings_that_cannot_go_on_are_refused() {
+    let scratch = Scratch::with_tokens();
+    let job = undisturbed(&scratch, "ddp", 2);
+    let failing = |set: &str| job.clone().set(&[set]).fail();
+    insta::assert_snapshot!(failing("trainer.elastic.min_ranks=3"), @"");
+    insta::assert_snapshot!(failing("trainer.elastic.replicas=2"), @"");
+    insta::assert_snapshot!(failing("trainer.elastic.join_timeout_secs=0"), @"");
+    insta::assert_snapshot!(failing("trainer.num_nodes=2"), @"");
+    let launched = job.clone().env("RANK", 0).env("WORLD_SIZE", 1).env("LOCAL_RANK", 0);
+    let launched = launched.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", 1);
+    insta::assert_snapshot!(launched.fail(), @"");
+}
+
+/// The last lines of stderr.
+fn last_lines(run: &Run, count: usize) -> String {
+    let lines: Vec<&str> = run.stderr.lines().collect();
+    lines[lines.len() - count..].join("\n")
+}
