@@ -59,7 +59,10 @@ fn killed_rank_is_replaced_to_the_bit() {
     for rank in [0, 1] {
         let run = kill_once(&job, rank);
         let generations = gone_on(&run);
-        assert_eq!((&generations[0]["generation"], &generations[0]["world_size"]), (&1.into(), &3.into()));
+        assert_eq!(
+            (&generations[0]["generation"], &generations[0]["world_size"]),
+            (&1.into(), &3.into())
+        );
         assert_eq!(generations[0]["repeated_steps"], 0);
         assert_eq!(run.losses(), expected, "rank {rank} was killed");
         let run_dirs = fs::read_dir(scratch.path().join("fulgurite_logs")).unwrap().count();
@@ -111,7 +114,10 @@ fn lost_shards_come_from_the_last_checkpoint() {
     assert!(generation["step"].as_u64().unwrap().is_multiple_of(8), "{generation}");
     assert_eq!(run.losses(), expected);
     let generation = &gone_on(&kill_once(&job, 0))[0];
-    assert_eq!((&generation["from"], &generation["step"]), (&"the begin of the run".into(), &0.into()));
+    assert_eq!(
+        (&generation["from"], &generation["step"]),
+        (&"the begin of the run".into(), &0.into())
+    );
 }
 
 #[test]
@@ -122,7 +128,10 @@ fn replica_of_shards_needs_no_copy() {
     let expected = job.succeed().losses();
     let run = kill_once(&job, 2);
     let generation = &gone_on(&run)[0];
-    assert_eq!((&generation["from"], &generation["repeated_steps"]), (&"the memory of ranks [0, 1]".into(), &0.into()));
+    assert_eq!(
+        (&generation["from"], &generation["repeated_steps"]),
+        (&"the memory of ranks [0, 1]".into(), &0.into())
+    );
     assert_eq!(run.losses(), expected);
 }
 
@@ -199,12 +208,56 @@ fn too_few_ranks_end_the_run() {
 }
 
 #[test]
+fn all_ranks_may_be_lost_at_once() {
+    let scratch = Scratch::with_tokens();
+    let job = undisturbed(&scratch, "ddp", 2);
+    let expected = job.succeed().losses();
+    for (set, from) in [
+        ("checkpoint.every_n_steps=8", "the last checkpoint"),
+        ("trainer.elastic.replicas=1", "the copies in the host's memory"),
+    ] {
+        let strategy = if from.contains("copies") { "fsdp" } else { "ddp" };
+        let running = job.clone().on(strategy, 2, 2).set(&[set]).start();
+        running.reach(10);
+        let ranks = [running.rank(0), running.rank(1)];
+        for signal in [Signal::STOP, Signal::KILL] {
+            ranks.iter().for_each(|rank| kill_process(*rank, signal).unwrap());
+        }
+        let run = running.wait();
+        assert_eq!(gone_on(&run)[0]["from"], from);
+        assert_close(&run.losses(), &expected, 1e-6);
+    }
+}
+
+#[test]
+fn checkpoints_of_another_run_are_not_taken() {
+    let scratch = Scratch::with_tokens();
+    let job = undisturbed(&scratch, "fsdp", 2).set(&["checkpoint.dir=kept"]);
+    job.clone().set(&["checkpoint.every_n_steps=60"]).succeed();
+    let again = job.set(&["checkpoint.overwrite=true"]);
+    let generation = &gone_on(&kill_once(&again, 0))[0];
+    assert_eq!(generation["step"], 0, "this run has saved nothing yet");
+}
+
+#[test]
+fn ranks_lost_at_the_start_leave_the_batch() {
+    let scratch = Scratch::with_tokens();
+    let job = undisturbed(&scratch, "ddp", 3);
+    let expected = job.succeed().losses();
+    let running = job.set(&["trainer.elastic.max_restarts=0"]).start();
+    strike(&running, 1, Signal::KILL);
+    let run = running.wait();
+    assert_eq!(run.summary()["world_size"], 2, "{}", run.stderr);
+    assert_close(&run.losses(), &expected, 1e-6);
+}
+
+#[test]
 fn own_errors_still_end_the_run() {
     let scratch = Scratch::new();
     scratch.token_files((0..200).map(|i| if i == 130 { 60 } else { i % 50 }));
     let job = undisturbed(&scratch, "ddp", 2).set(&["data.path=tokens"]);
     let error = job.fail();
-    assert!(error.contains("token 60"), "{error}");
+    assert!(error.contains("id 60 is out of range"), "{error}");
 }
 
 #[test]
@@ -212,13 +265,12 @@ fn settings_that_cannot_go_on_are_refused() {
     let scratch = Scratch::with_tokens();
     let job = undisturbed(&scratch, "ddp", 2);
     let failing = |set: &str| job.clone().set(&[set]).fail();
-    insta::assert_snapshot!(failing("trainer.elastic.min_ranks=3"), @"");
-    insta::assert_snapshot!(failing("trainer.elastic.replicas=2"), @"");
-    insta::assert_snapshot!(failing("trainer.elastic.join_timeout_secs=0"), @"");
-    insta::assert_snapshot!(failing("trainer.num_nodes=2"), @"");
-    let launched = job.clone().env("RANK", 0).env("WORLD_SIZE", 1).env("LOCAL_RANK", 0);
-    let launched = launched.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", 1);
-    insta::assert_snapshot!(launched.fail(), @"");
+    insta::assert_snapshot!(failing("trainer.elastic.min_ranks=3"), @"error: `trainer.elastic.min_ranks`: found 3, and `trainer.devices` = 2 are all ranks");
+    insta::assert_snapshot!(failing("trainer.elastic.replicas=2"), @"error: `trainer.elastic.replicas`: must be 0 or 1, found 2: one host has one memory");
+    insta::assert_snapshot!(failing("trainer.elastic.join_timeout_secs=0"), @"error: `trainer.elastic.join_timeout_secs`: must be at least 1, found 0");
+    insta::assert_snapshot!(failing("trainer.num_nodes=2"), @"error: `trainer.elastic`: goes on with the ranks of one host, and `trainer.num_nodes` = 2: leave it out, and let `fulgurite run --max-restarts` or the launcher start the ranks again");
+    let error = job.under_agent(&["--nproc-per-node", "2"]).fail();
+    assert!(error.contains("works with ranks that this program starts itself"), "{error}");
 }
 
 /// The last lines of stderr.

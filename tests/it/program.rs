@@ -442,7 +442,8 @@ impl Running {
         })
     }
 
-    fn find_rank(&self, rank: usize) -> Option<Pid> {
+    /// The process of rank `rank`, if it exists.
+    pub fn find_rank(&self, rank: usize) -> Option<Pid> {
         let wanted = format!("RANK={rank}");
         self.members().into_iter().filter(|&pid| pid != self.pid()).find(|pid| {
             // Before its exec, a child still has the test's environment.

@@ -83,6 +83,11 @@ pub fn generation() -> u64 {
     membership().map_or(0, |membership| membership.generation)
 }
 
+/// Returns the number of ranks of the job's first generation; `None` in a job of one process.
+pub fn first_world_size() -> Option<usize> {
+    membership().map(|membership| membership.first_world_size)
+}
+
 /// Joins the next generation of this process's job, if its supervisor has begun one.
 ///
 /// Call it after an error of a collective. It waits up to `within` until the reason of the error is
@@ -137,6 +142,7 @@ fn join(
     let membership = Membership {
         info,
         generation: invitation.generation,
+        first_world_size: before.first_world_size,
         address: None,
         client: Arc::new(client),
         server: None,

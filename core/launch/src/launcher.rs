@@ -225,7 +225,7 @@ fn join_supervisor(options: &LaunchOptions, env: RankEnv) -> Result<LaunchedRank
     signals::handle(SecondSignal::Ignore)?;
     env.die_with_supervisor()?;
     let key = env.key();
-    let RankEnv { supervisor, started, info, generation, port, .. } = env;
+    let RankEnv { supervisor, started, info, generation, first_world_size, port, .. } = env;
     let identity = ClientIdentity { key, rank: info.rank, world_size: info.world_size };
     let client_options = client_options(StoreHost::Supervisor);
     let timeout = options.timeout;
@@ -233,6 +233,7 @@ fn join_supervisor(options: &LaunchOptions, env: RankEnv) -> Result<LaunchedRank
     let membership = Membership {
         info,
         generation,
+        first_world_size,
         address: None,
         client: Arc::new(client),
         server: None,
@@ -303,6 +304,7 @@ fn join_started(
     let membership = Membership {
         info,
         generation: 0,
+        first_world_size: info.world_size,
         address,
         client: Arc::new(client),
         server,

@@ -142,6 +142,8 @@ pub(super) struct Membership {
     pub(super) info: RankInfo,
     /// The job's generation; see [`Elastic`](super::Elastic).
     pub(super) generation: u64,
+    /// Number of ranks of the first generation.
+    pub(super) first_world_size: usize,
     /// Like [`LaunchedRank::address`].
     pub(super) address: Option<IpAddr>,
     pub(super) client: Arc<TcpStore>,

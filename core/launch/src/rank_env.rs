@@ -11,6 +11,8 @@ use fulgurite_store::JobKey;
 const SUPERVISOR: &str = "FULGURITE_SUPERVISOR";
 /// The generation of a job whose supervisor lets it go on ([`crate::Elastic`]).
 const GENERATION: &str = "FULGURITE_GENERATION";
+/// Number of ranks of the first generation.
+const FIRST_WORLD_SIZE: &str = "FULGURITE_FIRST_WORLD_SIZE";
 const START_TIME: &str = "FULGURITE_START_TIME";
 /// The process id of the agent that started this rank ([`crate::agent`]).
 pub(super) const AGENT_VARIABLE: &str = "FULGURITE_AGENT";
@@ -29,18 +31,21 @@ pub(super) struct RankEnv {
     pub(super) info: RankInfo,
     /// The job's generation.
     pub(super) generation: u64,
+    /// Number of ranks of the first generation.
+    pub(super) first_world_size: usize,
     /// The store's port on this host.
     pub(super) port: u16,
 }
 
 impl RankEnv {
-    pub(super) fn variables(&self) -> [(&'static str, String); 12] {
+    pub(super) fn variables(&self) -> [(&'static str, String); 13] {
         let info = &self.info;
         [
             (SUPERVISOR, self.supervisor.to_string()),
             (JOB_KEY_VARIABLE, self.secret.clone()),
             (START_TIME, format!("{:.6}", self.started)),
             (GENERATION, self.generation.to_string()),
+            (FIRST_WORLD_SIZE, self.first_world_size.to_string()),
             ("RANK", info.rank.to_string()),
             ("WORLD_SIZE", info.world_size.to_string()),
             ("LOCAL_RANK", info.local_rank.to_string()),
@@ -81,6 +86,7 @@ impl RankEnv {
             started: variables.require(START_TIME, "seconds since 1970")?,
             info,
             generation: variables.require(GENERATION, "the job's generation")?,
+            first_world_size: number(FIRST_WORLD_SIZE)?,
             port: variables.require("MASTER_PORT", "the store's port")?,
         }))
     }
@@ -192,6 +198,7 @@ mod tests {
             started: 12.5,
             info,
             generation: 3,
+            first_world_size: 4,
             port: 4711,
         };
         let variables = env.variables();

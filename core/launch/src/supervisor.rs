@@ -30,7 +30,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(15);
 const GRACE: Duration = Duration::from_secs(2);
 /// How long to wait for a failure that a rank knows and this process does not know yet.
 const CAUSE_GRACE: Duration = Duration::from_secs(3);
-/// How long a rank of an elastic job may be stopped (SIGSTOP) while others run.
+/// How long a rank of an elastic job may be stopped (SIGSTOP) while this process runs.
 const STOPPED_GRACE: Duration = Duration::from_secs(2);
 
 /// Runs this program again as `devices` ranks and, when they have ended, ends this process.
@@ -45,7 +45,12 @@ pub(super) fn supervise(
 ) -> Result<Infallible> {
     signals::handle(SecondSignal::Ignore)?;
     let orphans = Orphans::adopt();
-    let job = Job { secret: JobKey::random_secret()?, started, variables: variables.clone() };
+    let job = Job {
+        secret: JobKey::random_secret()?,
+        started,
+        variables: variables.clone(),
+        first_world_size: devices,
+    };
     let server = job.host_store(0, devices)?;
     let memory = elastic.is_some().then(JobMemory::new);
     let mut ranks = Ranks {
@@ -88,13 +93,15 @@ struct Job {
     secret: String,
     started: f64,
     variables: Variables,
+    first_world_size: usize,
 }
 
 impl Job {
     fn env(&self, info: RankInfo, generation: u64, port: u16) -> RankEnv {
         let supervisor = std::process::id().cast_signed();
         let (secret, started) = (self.secret.clone(), self.started);
-        RankEnv { supervisor, secret, started, info, generation, port }
+        let first_world_size = self.first_world_size;
+        RankEnv { supervisor, secret, started, info, generation, first_world_size, port }
     }
 
     /// Hosts the store of a generation.
@@ -295,13 +302,12 @@ impl Ranks {
     fn go_on_without(&mut self, lost: usize, description: &str) -> bool {
         let Some(elastic) = &self.elastic else { return false };
         let all = 0..self.ranks.len();
-        let has_begun = self.generation > 0 || all.clone().all(|rank| self.server.has_joined(rank));
         // A rank that has left, or has ended by itself, is done with the training.
         let ends = all.clone().any(|rank| {
             let by_itself = self.ranks[rank].end.is_some_and(|end| end.signal().is_none());
             self.server.has_left(rank) || by_itself
         });
-        if self.interrupted.is_some() || !has_begun || ends {
+        if self.interrupted.is_some() || ends {
             return false;
         }
         let is_gone = |rank: &Rank| rank.end.is_some() || rank_process::has_ended(&rank.process);
@@ -317,13 +323,12 @@ impl Ranks {
             let new = members.iter().rposition(|&rank| is_gone(&self.ranks[rank]));
             members.remove(new.unwrap_or(members.len() - 1));
         }
-        let stays = |&&rank: &&usize| !is_gone(&self.ranks[rank]);
-        let staying = members.iter().filter(stays).count();
-        if members.len() < elastic.min_ranks.max(1) || staying == 0 {
+        if members.len() < elastic.min_ranks.max(1) {
+            let left = self.ranks.iter().filter(|rank| !is_gone(rank)).count();
             print_message(&format!(
                 "warning: rank {lost} {description}, and the job cannot go on: {} left, and the strategy and \
                  trainer.elastic.min_ranks = {} need more",
-                counted(staying as u64, "rank"),
+                counted(left as u64, "rank"),
                 elastic.min_ranks
             ));
             return false;
@@ -374,7 +379,7 @@ impl Ranks {
         };
         self.server.fail(lost, &invitation.message(description));
         print_message(&format!(
-            "warning: rank {lost} {description}. The others go on: generation {generation} has {}{}",
+            "warning: rank {lost} {description}. The job goes on: generation {generation} has {}{}",
             counted(world_size as u64, "rank"),
             match new.len() {
                 0 => String::new(),
@@ -417,27 +422,20 @@ impl Ranks {
         }
     }
 
-    /// Kills ranks that are stopped while others of the job run: they would keep these waiting.
+    /// Kills ranks that are stopped while this process runs: they keep the others waiting. A terminal
+    /// stops this process too (Ctrl-Z).
     fn end_stopped_ranks(&mut self) {
         if self.elastic.is_none() || self.failed.is_some() {
             return;
         }
-        let stopped: Vec<bool> = self
-            .ranks
-            .iter()
-            .map(|rank| rank.end.is_none() && rank_process::is_stopped(&rank.process))
-            .collect();
-        let all = stopped.iter().all(|stopped| *stopped);
         let mut late = Vec::new();
-        for (number, (rank, stopped)) in self.ranks.iter_mut().zip(stopped).enumerate() {
-            if all || !stopped {
+        for (number, rank) in self.ranks.iter_mut().enumerate() {
+            if rank.end.is_some() || !rank_process::is_stopped(&rank.process) {
                 rank.stopped = None;
-            } else if rank
-                .stopped
-                .get_or_insert_with(|| Patience::new(STOPPED_GRACE))
-                .slice()
-                .is_none()
-            {
+                continue;
+            }
+            let patience = rank.stopped.get_or_insert_with(|| Patience::new(STOPPED_GRACE));
+            if patience.slice().is_none() {
                 late.push(number);
             }
         }

@@ -1,5 +1,5 @@
-//! Loggers and event sinks: the loggers `csv`, `jsonl`, `tensorboard` and `mlflow`, and the sinks
-//! [`ProgressBar`] (for people) and [`JsonLines`] (for programs).
+//! Loggers and event sinks: the loggers `csv`, `jsonl`, `tensorboard`, `mlflow` and `prometheus`, and
+//! the sinks [`ProgressBar`] (for people) and [`JsonLines`] (for programs).
 //!
 //! ```
 //! use fulgurite_core::config::PluginValue;
@@ -22,6 +22,7 @@ mod json_lines;
 mod jsonl;
 mod mlflow;
 mod progress;
+mod prometheus;
 mod tensorboard;
 
 pub use crate::csv::CsvConfig;
@@ -29,4 +30,5 @@ pub use json_lines::JsonLines;
 pub use jsonl::JsonlConfig;
 pub use mlflow::{MlflowConfig, OnError};
 pub use progress::ProgressBar;
+pub use prometheus::PrometheusConfig;
 pub use tensorboard::TensorboardConfig;

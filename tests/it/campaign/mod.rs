@@ -11,6 +11,7 @@ mod configs;
 mod flips;
 mod kills;
 mod limits;
+mod losses;
 mod readers;
 mod strangers;
 mod trials;

@@ -52,6 +52,8 @@ pub(super) struct SessionSetup {
     pub(super) config: TrainerConfig,
     /// The run's directory.
     pub(super) run_dir: PathBuf,
+    /// When the run began, in microseconds since 1970: in the first generation of an elastic one.
+    pub(super) begun_at: u64,
     /// The whole configuration.
     pub(super) resolved: toml::Table,
     /// The strategy's name.

@@ -23,7 +23,7 @@ use super::record::display::default_progress;
 use super::record::event::SharedSink;
 use super::record::event_log::EventLog;
 use super::record::logger::LoggerSink;
-use super::record::meter::{Meter, seconds_since_epoch};
+use super::record::meter::{Meter, micros_since_epoch, seconds_since_epoch};
 use super::record::recorder::Recorder;
 use super::record::run_dir::{RunDir, RunDirGuard};
 use super::record::usage::Usage;
@@ -496,7 +496,16 @@ impl Trainer {
         }
         let mut config = config.clone();
         let ranks = fabric.sampler_share()?.num_replicas;
-        let ranks = recovered.map_or(ranks, |recovered| recovered.run.step_ranks);
+        let ranks = match recovered {
+            Some(recovered) => recovered.run.step_ranks,
+            // A rank may be lost before the training begins. The other dimensions of the mesh are
+            // as large as before.
+            None if fulgurite_launch::generation() > 0 => {
+                let first = fulgurite_launch::first_world_size().unwrap_or(own_world.size());
+                ranks * first / own_world.size()
+            }
+            None => ranks,
+        };
         config.accumulate_grad_batches = config.micro_batches(batch_size, ranks)?;
         let accumulate = config.accumulate_grad_batches;
         let micro_batches_in_batch = config.micro_batches_in_batch(batch_size)?;
@@ -508,6 +517,8 @@ impl Trainer {
                 fabric,
                 config,
                 run_dir,
+                begun_at: recovered
+                    .map_or_else(micros_since_epoch, |recovered| recovered.run.begun_at),
                 resolved,
                 strategy: strategy_name,
                 batch_size,

@@ -92,10 +92,16 @@ impl<'a> CheckpointLookup<'a> {
 
     /// Finds the checkpoint that this run has saved last, on rank 0. Collective.
     pub(crate) fn own_last_checkpoint(&self) -> Result<Option<ResumeSource>> {
-        let found = match self.setup.rank() {
+        let mut found = match self.setup.rank() {
             0 => self.last_checkpoint_in([self.saving.root().to_owned()])?,
             _ => None,
         };
+        // Before, the place may have been another run's.
+        if let Some(source) = &found
+            && self.saved_at(source)? < Some(self.setup.begun_at)
+        {
+            found = None;
+        }
         broadcast_object(&**self.setup.fabric.world(), &found, 0)
     }
 

@@ -177,11 +177,6 @@ impl Saving {
         self.background.as_ref().is_some_and(AsyncSaver::is_running)
     }
 
-    /// Returns whether the run has saved a checkpoint, or is about to.
-    pub(crate) fn has_saved_any(&self) -> bool {
-        self.saved.is_some()
-    }
-
     /// Continues in the same run after the loss of a rank, which has `kept` these checkpoints.
     pub(crate) fn go_on(&mut self, kept: Vec<RetainedCheckpoint>) {
         self.retention.go_on(kept);

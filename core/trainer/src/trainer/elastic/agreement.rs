@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use super::copies::newest_copy;
 use super::kept::{Copy, Held, Kept, Offer, RunSoFar};
 use crate::Result;
 use crate::trainer::Event;
@@ -51,10 +52,18 @@ pub(crate) fn number(step: &Event) -> u64 {
 /// If a rank is lost meanwhile. `kept` is as before then.
 pub(crate) fn agree(world: &Arc<dyn ProcessGroup>, kept: &mut Kept) -> Result<Option<Recovered>> {
     let offers = all_gather_object(&**world, &kept.offer())?;
-    let Some(run) = merged(&offers) else { return Ok(None) };
+    let known = match merged(&offers) {
+        Some(run) => Some(run),
+        // All ranks are new.
+        None => broadcast_object(&**world, &RunSoFar::noted(), 0)?,
+    };
+    let Some(run) = known else { return Ok(None) };
     let steps_done = offers.iter().map(|offer| offer.steps_done).max().unwrap_or(0);
     kept.steps_done = steps_done;
-    let copy = offers.iter().filter_map(|offer| offer.copy.as_ref()).max().cloned();
+    let mut copy = offers.iter().filter_map(|offer| offer.copy.as_ref()).max().cloned();
+    if offers.iter().all(|offer| offer.run.is_none()) {
+        copy = broadcast_object(&**world, &newest_copy(), 0)?;
+    }
     let writers = writers(&offers).filter(|writers| {
         copy.as_ref().is_none_or(|copy| offers[writers[0]].held_step() >= Some(copy.step))
     });
@@ -68,11 +77,7 @@ pub(crate) fn agree(world: &Arc<dyn ProcessGroup>, kept: &mut Kept) -> Result<Op
         }
         None => (copy.map(|Copy { path, .. }| path), "the copies in the host's memory".to_owned()),
     };
-    let from = match (&state, run.has_saved) {
-        (Some(_), _) => from,
-        (None, true) => "the last checkpoint".to_owned(),
-        (None, false) => "the begin of the run".to_owned(),
-    };
+    let from = if state.is_some() { from } else { "the last checkpoint".to_owned() };
     kept.set_run(&run);
     kept.end_session();
     let last_step = offers.into_iter().filter_map(|offer| offer.last_step);
@@ -93,12 +98,9 @@ fn ranks(ranks: &[usize]) -> String {
     }
 }
 
-/// What the ranks know of the run together.
+/// What the ranks know of the run.
 fn merged(offers: &[Offer]) -> Option<RunSoFar> {
-    let mut known = offers.iter().filter_map(|offer| offer.run.clone());
-    let first = known.next()?;
-    let has_saved = first.has_saved || known.any(|run| run.has_saved);
-    Some(RunSoFar { has_saved, ..first })
+    offers.iter().find_map(|offer| offer.run.clone())
 }
 
 /// Returns the ranks that have the whole state after the last step together, one for each place in

@@ -57,7 +57,7 @@ impl Copies {
                  /dev/shm or the directory of temporary files more, or set the key to 0"
             )));
         };
-        let io = open(&place.join("copies"))?;
+        let io = open(&place.join(COPIES))?;
         let mut saver = AsyncSaver::new(io.clone(), &**world)?;
         saver.reserve(&request)?;
         // Of an earlier generation.
@@ -69,10 +69,22 @@ impl Copies {
     pub(super) fn finish(self) -> Option<Copy> {
         // Waits for the copy under way, which may replace the one before.
         drop(self.saver);
-        let found = checkpoint::latest(&*self.io).ok().flatten()?;
-        Some(Copy { step: found.step, path: found.path })
+        newest(&*self.io)
     }
 }
+
+/// Returns the newest copy of this job that is whole.
+pub(super) fn newest_copy() -> Option<Copy> {
+    newest(&*open(&job_memory(0)?.join(COPIES)).ok()?)
+}
+
+fn newest(io: &dyn CheckpointIO) -> Option<Copy> {
+    let found = checkpoint::latest(io).ok().flatten()?;
+    Some(Copy { step: found.step, path: found.path })
+}
+
+/// The copies' directory in the host's memory.
+const COPIES: &str = "copies";
 
 /// Begins a copy of the state after this step, if one is due. Collective.
 pub(crate) fn copy_if_due(session: &mut Session) -> Result<()> {

@@ -11,10 +11,11 @@ use crate::trainer::record::log_table::SavedStates;
 use crate::trainer::record::meter::Meter;
 use crate::trainer::record::run_dir::RunDirGuard;
 use crate::trainer::saving::save::held_state;
-use crate::trainer::session::Session;
+use crate::trainer::session::{Session, SessionSetup};
 use crate::{Error, Result};
 use fulgurite_checkpoint::SaveRequest;
 use fulgurite_engine::mesh::DATA_PARALLEL_REPLICATE;
+use fulgurite_launch::job_memory;
 
 /// What a rank keeps of a training when its generation ends.
 #[derive(Default)]
@@ -34,8 +35,32 @@ pub(crate) struct RunSoFar {
     pub(crate) run_dir: PathBuf,
     /// Number of ranks for whose batches a step has samples.
     pub(crate) step_ranks: usize,
-    /// Whether the run has saved a checkpoint.
-    pub(crate) has_saved: bool,
+    /// When the run began, in microseconds since 1970.
+    pub(crate) begun_at: u64,
+}
+
+/// The file with the [`RunSoFar`] of a job, for new processes that find no other rank.
+const RUN_FILE: &str = "run.json";
+
+impl RunSoFar {
+    pub(crate) fn of(session: &Session) -> Self {
+        let SessionSetup { run_dir, step_ranks, begun_at, .. } = &session.setup;
+        Self { run_dir: run_dir.clone(), step_ranks: *step_ranks, begun_at: *begun_at }
+    }
+
+    /// Notes the run in the host's memory. Called on rank 0.
+    pub(crate) fn note(&self) -> Result<()> {
+        let Some(place) = job_memory(0) else { return Ok(()) };
+        let path = place.join(RUN_FILE);
+        let text = serde_json::to_vec(self).map_err(Error::other)?;
+        std::fs::write(&path, text).map_err(Error::io("noting the run", path))
+    }
+
+    /// Returns the noted run of this job.
+    pub(super) fn noted() -> Option<Self> {
+        let text = std::fs::read(job_memory(0)?.join(RUN_FILE)).ok()?;
+        serde_json::from_slice(&text).ok()
+    }
 }
 
 /// A committed checkpoint of this run in the host's memory.
@@ -81,12 +106,7 @@ impl Kept {
     /// Keeps the session of a generation that has ended.
     pub(crate) fn keep(&mut self, mut session: Session) {
         self.lost_at.get_or_insert_with(Instant::now);
-        self.run = Some(RunSoFar {
-            run_dir: session.setup.run_dir.clone(),
-            step_ranks: session.setup.step_ranks,
-            has_saved: session.saving.has_saved_any()
-                || self.run.as_ref().is_some_and(|run| run.has_saved),
-        });
+        self.run = Some(RunSoFar::of(&session));
         let copy = session.copies.take().and_then(Copies::finish);
         // The state that the generation began with is removed once all ranks have it.
         let begun_with = self.copy.take().filter(|copy| copy.path.is_dir());

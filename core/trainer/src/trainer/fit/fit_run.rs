@@ -7,7 +7,7 @@ use crate::fabric::FabricOptimizer;
 use crate::profiler::LogExecutionTime;
 use crate::run::{CountOrFraction, Precision, RunConfig};
 use crate::trainer::checkpoints::lookup::{CheckpointLookup, ResumeSource};
-use crate::trainer::elastic::{Copies, Recovered, is_written_for, number};
+use crate::trainer::elastic::{Copies, Recovered, RunSoFar, is_written_for, number};
 use crate::trainer::end::summarize;
 use crate::trainer::evaluation::evaluate::validation_sets;
 use crate::trainer::fit::plan::StepPlanner;
@@ -50,6 +50,9 @@ pub(crate) fn fit(
         report_generation(session, recovered, lost_s)?;
     }
     session.has_state = true;
+    if session.setup.config.elastic.enabled && session.setup.rank() == 0 {
+        RunSoFar::of(session).note()?;
+    }
     if !session.recorder.goes_on() {
         begin_reports(session, max_steps)?;
         // The rank that was to report it is lost, perhaps before it did.
@@ -96,11 +99,15 @@ fn report_generation(session: &mut Session, recovered: &Recovered, lost_s: f64) 
         tracing::warn!("{} stays until the end of the job: {error}", state.display());
     }
     let step = session.progress.step();
+    let from = match recovered.state {
+        None if step == 0 => "the begin of the run".to_owned(),
+        _ => recovered.from.clone(),
+    };
     session.emit(&Event::Generation {
         generation: fulgurite_launch::generation(),
         step,
         world_size: session.setup.world_size(),
-        from: recovered.from.clone(),
+        from,
         repeated_steps: recovered.steps_done.saturating_sub(step),
         lost_s,
     })
@@ -155,12 +162,12 @@ fn go_on_from_checkpoint(
         Some(Recovered { state: Some(path), .. }) => {
             Some((ResumeSource::Memory(path.clone()), true))
         }
-        Some(Recovered { run, .. }) if run.has_saved => {
-            let own = CheckpointLookup::of(session).own_last_checkpoint()?;
-            own.map(|source| (source, true))
-        }
-        _ if dry_run::is_on() => None,
-        _ => CheckpointLookup::of(session).checkpoint_to_resume()?,
+        Some(_) => match CheckpointLookup::of(session).own_last_checkpoint()? {
+            Some(own) => Some((own, true)),
+            None => CheckpointLookup::of(session).checkpoint_to_resume()?,
+        },
+        None if dry_run::is_on() => None,
+        None => CheckpointLookup::of(session).checkpoint_to_resume()?,
     };
     let (mut source, is_own) = found.unzip();
     if is_own == Some(true) {

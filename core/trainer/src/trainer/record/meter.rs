@@ -89,6 +89,11 @@ pub(crate) fn seconds_since_epoch() -> f64 {
         .map_or(0.0, |since| since.as_secs_f64())
 }
 
+/// Returns the wall-clock time, as in [`Manifest::saved_at`](fulgurite_checkpoint::Manifest::saved_at).
+pub(crate) fn micros_since_epoch() -> u64 {
+    (seconds_since_epoch() * 1e6) as u64
+}
+
 /// Returns the peak memory of this process in MiB (`VmHWM`); `None` if the system does not report
 /// it.
 pub fn peak_rss_mib() -> Option<f64> {
