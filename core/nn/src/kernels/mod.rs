@@ -11,6 +11,7 @@ mod attention_portable;
 mod attention_row;
 pub(super) mod cached_attention;
 mod cached_attention_host;
+pub(super) mod clamped;
 pub(super) mod context_attention;
 pub(super) mod convolution;
 pub(super) mod cross_entropy;

@@ -2,7 +2,10 @@
 
 use fulgurite_engine::parameter::Init;
 use fulgurite_error::{Error, Result};
-use fulgurite_nn::{AttentionConfig, MixtureOfExpertsConfig, QkNorm, RopeConfig};
+use fulgurite_nn::{
+    AttentionConfig, ExpertActivation, MixtureOfExpertsConfig, QkNorm, RopeConfig, RouterConfig,
+    SharedExpertConfig,
+};
 
 use crate::layers::{FeedForward, NormKind};
 
@@ -41,8 +44,15 @@ pub struct ExpertsConfig {
     pub experts_per_token: usize,
     /// Width inside each expert.
     pub intermediate_size: usize,
-    /// Whether the weights of a token's experts are divided by their sum.
-    pub normalize: bool,
+    /// The choice of a token's experts, and their weights.
+    pub router: RouterConfig,
+    /// The function inside experts; `None` for that of the [feed-forward
+    /// block](DecoderConfig::feed_forward).
+    pub activation: Option<ExpertActivation>,
+    /// Whether the experts' projections have biases.
+    pub bias: bool,
+    /// An expert that computes every token.
+    pub shared: Option<SharedExpertConfig>,
     /// The factor of the [loss that balances experts](fulgurite_nn::load_balancing_loss) in
     /// [`Decoder::loss`](super::Decoder::loss); `None` leaves it out.
     pub balance: Option<f64>,
@@ -71,8 +81,7 @@ pub struct DecoderConfig {
     pub attention_softcap: Option<f64>,
     /// The feed-forward block of layers without experts.
     pub feed_forward: FeedForward,
-    /// The mixtures of experts, if layers have any. Their activation is that of the feed-forward
-    /// block.
+    /// The mixtures of experts, if layers have any.
     pub experts: Option<ExpertsConfig>,
     /// The kind of all norms.
     pub norm: NormKind,
@@ -158,8 +167,10 @@ impl DecoderConfig {
             intermediate_size: experts.intermediate_size,
             num_experts: experts.num_experts,
             experts_per_row: experts.experts_per_token,
-            normalize: experts.normalize,
-            activation: self.feed_forward.activation,
+            router: experts.router,
+            activation: experts.activation.unwrap_or(self.feed_forward.activation.into()),
+            bias: experts.bias,
+            shared: experts.shared,
             init: Some(self.init()),
         })
     }

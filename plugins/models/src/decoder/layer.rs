@@ -24,13 +24,13 @@ pub(crate) struct DecoderLayer {
 #[derive(Debug)]
 enum FeedForwardBlock {
     Dense(MlpBlock),
-    Experts(MixtureOfExperts),
+    Experts(Box<MixtureOfExperts>),
 }
 
 impl FeedForwardBlock {
     fn new(b: &ModuleBuilder, config: &DecoderConfig, layer: LayerConfig) -> Result<Self> {
         Ok(match config.mixture(layer) {
-            Some(mixture) => Self::Experts(MixtureOfExperts::new(b, &mixture)?),
+            Some(mixture) => Self::Experts(Box::new(MixtureOfExperts::new(b, &mixture)?)),
             None => {
                 let (width, init) = (config.hidden_size, config.init());
                 Self::Dense(MlpBlock::new(b, width, config.feed_forward, init)?)

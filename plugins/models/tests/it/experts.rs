@@ -19,7 +19,8 @@ use serde_json::json;
 use crate::fixtures::{fixture, tensors};
 use crate::transformers::{config, ids};
 
-const MODELS: [&str; 4] = ["mixtral", "mixtral_balanced", "qwen3_moe", "qwen3_moe_balanced"];
+const MODELS: [&str; 6] =
+    ["mixtral", "mixtral_balanced", "qwen3_moe", "qwen3_moe_balanced", "qwen2_moe", "glm4_moe"];
 const ALONE: &str = r#"{"type": "single_device"}"#;
 
 /// A fixture's model with its weights.
@@ -199,12 +200,14 @@ fn keys_have_the_defaults_of_transformers() {
     let mixtral = describe("mixtral");
     let experts = mixtral.experts.unwrap();
     assert_eq!((experts.num_experts, experts.experts_per_token), (8, 2));
-    assert_eq!((experts.intermediate_size, experts.normalize, experts.balance), (16, true, None));
+    assert_eq!((experts.intermediate_size, experts.balance), (16, None));
+    assert!(experts.router.normalize && experts.shared.is_none());
     assert_eq!((mixtral.num_kv_heads, mixtral.norm_eps, mixtral.max_positions), (8, 1e-5, 131_072));
     let qwen = describe("qwen3_moe");
     let experts = qwen.experts.unwrap();
     assert_eq!((experts.num_experts, experts.experts_per_token), (128, 8));
-    assert_eq!((experts.intermediate_size, experts.normalize, experts.balance), (768, false, None));
+    assert_eq!((experts.intermediate_size, experts.balance), (768, None));
+    assert!(!experts.router.normalize && experts.shared.is_none());
     assert_eq!((qwen.num_kv_heads, qwen.norm_eps, qwen.max_positions), (4, 1e-6, 32_768));
     assert!(qwen.layers.iter().all(|layer| layer.has_experts && layer.window.is_none()));
 }

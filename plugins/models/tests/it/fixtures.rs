@@ -9,7 +9,7 @@ use fulgurite::prelude::*;
 pub(crate) const TOLERANCE: f64 = 2e-5;
 
 /// All decoders.
-pub(crate) const DECODERS: [&str; 20] = [
+pub(crate) const DECODERS: [&str; 22] = [
     "llama",
     "llama_yarn",
     "llama_linear",
@@ -30,6 +30,8 @@ pub(crate) const DECODERS: [&str; 20] = [
     "mixtral_balanced",
     "qwen3_moe",
     "qwen3_moe_balanced",
+    "qwen2_moe",
+    "glm4_moe",
 ];
 
 /// All encoders, by the head that they have.
