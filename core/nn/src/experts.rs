@@ -19,12 +19,12 @@ use fulgurite_engine::parameter::Parameter;
 /// plus the output of a [shared expert](super::SharedExpertConfig) if there is one.
 ///
 /// Input and output are `[.., hidden]`. The scores of the experts are the softmax or sigmoid of
-/// `gate x`, in f32 whatever the layer's dtype. A row uses the experts with the best scores, after a
-/// [correction bias](super::CorrectionBias) is added and within the row's best
+/// `gate x`, in f32 whatever the layer's dtype. A row uses the experts with the best scores, after
+/// a [correction bias](super::CorrectionBias) is added and within the row's best
 /// [groups](super::ExpertGroups) if the [router](super::RouterConfig) has these. Of equally good
-/// experts those of lower index are chosen. The weights `w_e` are the scores without the bias,
-/// divided by their sum and multiplied by a factor as the router says. No row is dropped, and any
-/// number of rows may choose an expert.
+/// experts the lower index is chosen. The weights `w_e` are the scores without the bias, divided by
+/// their sum and multiplied by a factor as the router says. No row is dropped, and any number of
+/// rows may choose an expert.
 ///
 /// The weights of all experts are one parameter for each projection: `experts.gate_proj.weight` and
 /// `experts.up_proj.weight` (`[experts, intermediate, hidden]`), and `experts.down_proj.weight`

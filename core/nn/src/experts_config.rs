@@ -27,8 +27,8 @@ pub struct MixtureOfExpertsConfig {
     pub bias: bool,
     /// An expert that computes every row.
     pub shared: Option<SharedExpertConfig>,
-    /// Initial weights; `None` for those of [`Linear::new`](super::Linear::new). Biases start at
-    /// zero.
+    /// Initial weights; `None` for the default of [`Linear::new`](super::Linear::new). Biases start
+    /// at zero.
     pub init: Option<Init>,
 }
 
@@ -41,7 +41,7 @@ pub struct RouterConfig {
     pub normalize: bool,
     /// Factor of the weights: DeepSeek-V3's `routed_scaling_factor` in `transformers`.
     pub scale: f64,
-    /// Groups of experts, of which each row uses a few. `None` chooses among all experts.
+    /// Groups of experts; a row uses experts of a few groups. `None` chooses among all experts.
     pub groups: Option<ExpertGroups>,
     /// Whether the logits have a bias.
     pub bias: bool,
@@ -65,9 +65,9 @@ pub struct CorrectionBias {
     /// The amount by which a training step changes the bias; 0 leaves the bias as it is.
     ///
     /// After each optimizer step, the bias of experts with fewer rows than the mean grows by this
-    /// amount, and that of experts with more rows shrinks. The mean change is then subtracted from
-    /// all. Rows are those of all ranks and micro-batches of the step. A frozen router's bias stays
-    /// as it is.
+    /// amount, and the bias of experts with more rows shrinks. The mean change is then subtracted
+    /// from all. The rows of all ranks and micro-batches of the step count. A frozen router keeps
+    /// its bias.
     pub update_rate: f64,
 }
 
@@ -96,7 +96,7 @@ pub struct SharedExpertConfig {
 }
 
 impl Default for RouterConfig {
-    /// The softmax over all experts, normalised over those of a row.
+    /// The softmax over all experts, normalised over the row's experts.
     fn default() -> Self {
         Self {
             score: RouterScore::Softmax,

@@ -143,7 +143,7 @@ pub(super) struct Choice {
 }
 
 impl Choice {
-    /// The gradient of the logits, from that of the weights (`[rows * per_row]`).
+    /// Computes the gradient of the logits from the weights' gradient (`[rows * per_row]`).
     pub(super) fn dlogits(&self, dweights: &Tensor) -> Result<Tensor> {
         let d = dweights.reshape(self.weights.shape())?;
         let scaled = if self.scale == 1.0 { d.clone() } else { (&d * self.scale)? };

@@ -67,6 +67,7 @@ mod host;
 mod input;
 mod kernels;
 mod kv_cache;
+mod latent_attention;
 #[doc(hidden)]
 pub mod layer_table;
 mod linear;
@@ -112,6 +113,7 @@ pub use kernels::activation::Activation;
 pub use kernels::clamped::ClampedSwiGlu;
 pub use kernels::routing::ExpertGroups;
 pub use kv_cache::{CachedTokens, KvCache, RowTokens};
+pub use latent_attention::{LatentAttention, LatentAttentionConfig};
 pub use linear::Linear;
 pub use linear_cross_entropy::{LinearCrossEntropy, linear_cross_entropy};
 pub use mlp::{GatedMlp, GeluMlp, Mlp, MlpConfig, SwiGluMlp};

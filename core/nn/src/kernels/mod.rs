@@ -26,4 +26,5 @@ pub(super) mod pooling;
 pub(super) mod recurrent;
 pub(super) mod rope;
 pub(super) mod routing;
+pub(super) mod sinks;
 pub(super) mod softmax;

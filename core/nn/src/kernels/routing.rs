@@ -186,8 +186,8 @@ impl Scores<Vec<u32>> for Best {
     }
 }
 
-/// Writes the indices of the largest elements of `row` among those that are `allowed`, the largest
-/// first, equal ones in order.
+/// Writes the indices of the largest `allowed` elements of `row`, the largest first, equal elements
+/// in order.
 fn choose<T: Float>(chosen: &mut [u32], row: &[T], allowed: impl Fn(usize) -> bool) {
     for i in 0..chosen.len() {
         let mut best: Option<usize> = None;
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn scores_that_are_not_finite_stay_in_their_groups() {
+    fn scores_of_nan_stay_in_their_groups() {
         let rows = [[f32::NAN, f32::NEG_INFINITY, 1.0, f32::NAN], [f32::NAN; 4]];
         let rows = Tensor::new(&rows, &Device::Cpu).unwrap();
         let groups = Some(ExpertGroups { count: 2, per_row: 1 });

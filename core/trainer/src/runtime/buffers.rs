@@ -1,4 +1,4 @@
-//! Changes buffers after each step, and makes those of data-parallel ranks equal.
+//! Changes buffers after each step, and makes them equal on data-parallel ranks.
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_config::ConfigType;
