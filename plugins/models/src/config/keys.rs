@@ -140,6 +140,13 @@ pub const KEYS: &[Key] = &[
         "How much a step changes the bias that balances experts without a loss; by default 0. DeepSeek-V3 was trained with 0.001.",
     ),
     key(
+        "log_expert_load",
+        KeyKind::Text,
+        "The shares of tokens of the experts that training logs: \"none\", \"summary\" (the default: three values for all layers), \"layers\" (three for each layer) or \"experts\" (also one for each expert).",
+    ),
+    key("swiglu_alpha", KeyKind::Number, "Factor of the gate in the sigmoid of gpt-oss's experts."),
+    key("swiglu_limit", KeyKind::Number, "Bound of the projections in gpt-oss's experts."),
+    key(
         "decoder_sparse_step",
         KeyKind::Size(1 << 14),
         "Every how manieth of Qwen's layers has experts.",
@@ -162,6 +169,32 @@ pub const KEYS: &[Key] = &[
     ),
     key("hidden_act", KeyKind::Text, "The activation of the MLPs, by its name in `transformers`."),
     key("hidden_activation", KeyKind::Text, "The activation of Gemma's MLPs."),
+    key(
+        "q_lora_rank",
+        WIDTH,
+        "Width of the projection that DeepSeek-V3's queries come from; none without one.",
+    ),
+    key(
+        "kv_lora_rank",
+        WIDTH,
+        "Width of the projection that DeepSeek-V3's keys and values come from.",
+    ),
+    key(
+        "qk_nope_head_dim",
+        WIDTH,
+        "Elements of DeepSeek-V3's queries and keys without positions, for each head.",
+    ),
+    key(
+        "qk_rope_head_dim",
+        WIDTH,
+        "Elements of DeepSeek-V3's queries and keys that are rotated, for each head.",
+    ),
+    key("v_head_dim", WIDTH, "Elements of DeepSeek-V3's values, for each head."),
+    key(
+        "rope_interleave",
+        KeyKind::Flag,
+        "Whether DeepSeek-V3 rotates neighbouring elements as pairs.",
+    ),
     key("max_position_embeddings", POSITIONS, "The longest sequence."),
     key("initializer_range", KeyKind::Number, "Standard deviation of the initial weights."),
     key("rms_norm_eps", KeyKind::Number, "Epsilon of the RMS norms."),
@@ -388,8 +421,6 @@ pub const KEYS: &[Key] = &[
 
 /// Keys of other models, which none of this crate takes.
 pub(crate) const FOREIGN: &[&str] = &[
-    "kv_lora_rank",
-    "q_lora_rank",
     "attention_multiplier",
     "embedding_multiplier",
     "residual_multiplier",
@@ -418,6 +449,7 @@ pub(crate) const OF_MODULES: &[&str] = &[
     "image_mean",
     "image_std",
     "label_smoothing",
+    "log_expert_load",
     "mask_token_id",
     "mlm_probability",
     "nll_weight",

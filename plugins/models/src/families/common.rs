@@ -72,18 +72,25 @@ fn heads(reader: &Reader<'_>, hidden_size: usize, defaults: &Defaults) -> Result
     Ok([heads, kv_heads, head_dim])
 }
 
+/// Llama's feed-forward block. `activation`: its key, and its default.
+pub(super) fn gated(
+    reader: &Reader<'_>,
+    (key, default): (&str, &'static str),
+) -> Result<FeedForward> {
+    Ok(FeedForward {
+        intermediate_size: reader.size("intermediate_size")?,
+        gated: true,
+        activation: reader.activation(key, default)?,
+        bias: false,
+    })
+}
+
 /// A decoder with Llama's keys.
 pub(super) fn decoder(reader: &Reader<'_>, defaults: &Defaults) -> Result<DecoderConfig> {
     let hidden_size = reader.size("hidden_size")?;
     let num_layers = reader.size("num_hidden_layers")?;
     let heads = heads(reader, hidden_size, defaults)?;
-    let (key, default) = defaults.activation;
-    let feed_forward = FeedForward {
-        intermediate_size: reader.size("intermediate_size")?,
-        gated: true,
-        activation: reader.activation(key, default)?,
-        bias: false,
-    };
+    let feed_forward = gated(reader, defaults.activation)?;
     let Defaults { layer_type, partial, partial_key, original_max_positions, .. } = *defaults;
     let rope = RopeDefaults {
         partial,

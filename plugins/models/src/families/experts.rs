@@ -6,13 +6,13 @@ use fulgurite_nn::{CorrectionBias, ExpertGroups, RouterConfig, RouterScore, Shar
 use super::Description;
 use super::common::layout;
 use crate::config::Reader;
-use crate::decoder::{DecoderConfig, ExpertsConfig};
+use crate::decoder::{DecoderConfig, ExpertsConfig, LoadLog};
 use crate::weights::WeightLayout;
 
-/// The names of the number of experts, either of which `transformers` takes.
+/// The keys of the number of experts. `transformers` takes either.
 pub(super) const NUMBER: [&str; 2] = ["num_local_experts", "num_experts"];
 
-/// The names of DeepSeek-V3 and the families that follow it.
+/// These keys in DeepSeek-V3 and the families that follow it.
 const ROUTED: [&str; 2] = ["n_routed_experts", "num_local_experts"];
 
 /// The names of experts in files.
@@ -77,7 +77,7 @@ pub(super) fn number_of_experts(
     Ok((number.or(other).unwrap_or(default), key.to_owned()))
 }
 
-/// The numbers of experts, of which `keys` are the first's names.
+/// The number of experts, by either of two keys, and of those that a token uses.
 pub(super) fn numbers(
     reader: &Reader<'_>,
     keys: [&str; 2],
@@ -95,10 +95,11 @@ pub(super) fn numbers(
 
 /// Mixtures of these numbers and this width, with the default router.
 pub(super) fn mixture(
+    reader: &Reader<'_>,
     [num_experts, experts_per_token]: [usize; 2],
     intermediate_size: usize,
-) -> ExpertsConfig {
-    ExpertsConfig {
+) -> Result<ExpertsConfig> {
+    Ok(ExpertsConfig {
         num_experts,
         experts_per_token,
         intermediate_size,
@@ -106,7 +107,22 @@ pub(super) fn mixture(
         activation: None,
         bias: false,
         shared: None,
+        load_log: load_log(reader)?,
         balance: None,
+    })
+}
+
+fn load_log(reader: &Reader<'_>) -> Result<LoadLog> {
+    let key = "log_expert_load";
+    match reader.text(key)? {
+        Some("none") => Ok(LoadLog::None),
+        None | Some("summary") => Ok(LoadLog::Summary),
+        Some("layers") => Ok(LoadLog::Layers),
+        Some("experts") => Ok(LoadLog::Experts),
+        Some(other) => {
+            let expected = "expected \"none\", \"summary\", \"layers\" or \"experts\"";
+            Err(reader.wrong(key, format!("{expected}, found \"{other}\"")))
+        }
     }
 }
 
@@ -140,7 +156,7 @@ pub(super) fn sparse_layers(reader: &Reader<'_>, config: &mut DecoderConfig) -> 
 pub(super) struct RoutedDefaults {
     pub(super) experts: [usize; 2],
     pub(super) intermediate_size: usize,
-    /// Number of groups, and of those that a token uses.
+    /// Number of groups, and the groups of a token.
     pub(super) groups: [usize; 2],
     pub(super) scale: f64,
     /// Number of first layers without experts.
@@ -181,14 +197,14 @@ pub(super) fn routed(
         bias: false,
         correction: Some(CorrectionBias { update_rate }),
     };
-    // `transformers` returns these logits, and has no loss for them.
+    // `transformers` only returns these logits.
     reader.flag_or("output_router_logits", false)?;
     let shared = reader.size_or("n_shared_experts", 1)?;
     let Some(intermediate_size) = shared.checked_mul(width) else {
         return Err(reader.wrong("n_shared_experts", "has more elements than can be counted"));
     };
     let shared = Some(SharedExpertConfig { intermediate_size, gated: false });
-    let experts = ExpertsConfig { router, shared, ..mixture(numbers, width) };
+    let experts = ExpertsConfig { router, shared, ..mixture(reader, numbers, width)? };
     let dense = reader.integer_or("first_k_dense_replace", defaults.dense_layers)?;
     for (i, layer) in config.layers.iter_mut().enumerate() {
         layer.has_experts = i >= dense;

@@ -27,7 +27,7 @@ pub(super) fn mixtral(reader: &Reader<'_>) -> Result<Description> {
     let width = config.feed_forward.intermediate_size;
     let experts = ExpertsConfig {
         balance: balance(reader)?,
-        ..mixture(numbers(reader, NUMBER, [8, 2])?, width)
+        ..mixture(reader, numbers(reader, NUMBER, [8, 2])?, width)?
     };
     let files = ExpertFiles {
         block: "block_sparse_moe",

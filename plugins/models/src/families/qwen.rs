@@ -56,7 +56,7 @@ fn experts(reader: &Reader<'_>, defaults: [usize; 2], width: usize) -> Result<Ex
     Ok(ExpertsConfig {
         router: RouterConfig { normalize, ..RouterConfig::default() },
         balance: balance(reader)?,
-        ..mixture(numbers(reader, NUMBER, defaults)?, width)
+        ..mixture(reader, numbers(reader, NUMBER, defaults)?, width)?
     })
 }
 

@@ -9,7 +9,7 @@ use fulgurite::prelude::*;
 pub(crate) const TOLERANCE: f64 = 2e-5;
 
 /// All decoders.
-pub(crate) const DECODERS: [&str; 22] = [
+pub(crate) const DECODERS: [&str; 25] = [
     "llama",
     "llama_yarn",
     "llama_linear",
@@ -32,6 +32,9 @@ pub(crate) const DECODERS: [&str; 22] = [
     "qwen3_moe_balanced",
     "qwen2_moe",
     "glm4_moe",
+    "deepseek_v3",
+    "deepseek_v3_plain",
+    "gpt_oss",
 ];
 
 /// All encoders, by the head that they have.
