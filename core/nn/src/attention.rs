@@ -3,6 +3,7 @@
 use candle_core::Tensor;
 
 use super::documents::Documents;
+use super::gradients::accumulate_and_end_use;
 use super::input::{Dim, check_dims};
 use super::kernels::attention::{DotProductAttention, merge_heads, split_heads};
 use super::kernels::cached_attention;
@@ -15,12 +16,13 @@ use super::qk_norm::{QkCalls, QkNorm, QkNorms};
 use super::residual::{FusedLayer, FusedOutput};
 use super::rope::Rope;
 use super::sizes::check_sizes;
-use super::styles::BlockStyles;
+use super::styles::{BlockStyles, SINKS};
+use crate::backend::to_accumulation_dtype;
 use crate::{Error, Result};
 use fulgurite_engine::autograd::save_for_backward;
 use fulgurite_engine::module::{ForwardScope, Module, ModuleBuilder};
 use fulgurite_engine::parallel::{ContextParallel, LayerHandle};
-use fulgurite_engine::parameter::Init;
+use fulgurite_engine::parameter::{Init, Parameter};
 
 /// The shape of a [`CausalSelfAttention`].
 ///
@@ -71,8 +73,11 @@ pub struct AttentionConfig {
     /// `sliding_window` in `transformers`. Otherwise the window is the largest distance to a key on
     /// each side: half of ModernBERT's `local_attention`.
     pub window: Option<usize>,
+    /// Whether each query head has a sink: one more score in the softmax, without a value. The
+    /// parameter `sinks`, `[num_heads]`, of gpt-oss.
+    pub sinks: bool,
     /// Initial values of the projections' weights; `None` for the default of [`Linear::new`].
-    /// Biases start at zero.
+    /// Biases and sinks start at zero.
     pub init: Option<Init>,
 }
 
@@ -93,6 +98,7 @@ impl AttentionConfig {
             softcap: None,
             qk_norm: None,
             window: None,
+            sinks: false,
             init: None,
         }
     }
@@ -119,6 +125,7 @@ pub struct CausalSelfAttention {
     v_proj: Linear,
     o_proj: Linear,
     norms: Option<QkNorms>,
+    sinks: Option<Parameter>,
     head_dim: usize,
     rope: Option<Rope>,
     scale: f64,
@@ -173,6 +180,7 @@ impl CausalSelfAttention {
         };
         let scope = config.qk_norm.map(|norm| norm.scope);
         let styles = BlockStyles::attention(num_heads, num_kv_heads, hidden_size, scope);
+        let styles = if config.sinks { styles.with_sinks() } else { styles };
         let layer = b.declare(styles)?;
         let project = |name: &str, inputs, heads: usize, bias: bool| {
             let b = b.pp(name);
@@ -181,7 +189,10 @@ impl CausalSelfAttention {
             let linear = Linear::with_init(&b, inputs, outputs, init)?;
             if bias { linear.add_bias(&b, Init::ZEROS) } else { Ok(linear) }
         };
+        let sinks = || b.parameter(SINKS, [num_heads], Init::ZEROS);
+        let sinks = config.sinks.then(sinks).transpose()?;
         Ok(Self {
+            sinks,
             q_proj: project("q_proj", hidden_size, num_heads, config.qkv_bias)?,
             k_proj: project("k_proj", hidden_size, num_kv_heads, config.qkv_bias)?,
             v_proj: project("v_proj", hidden_size, num_kv_heads, config.qkv_bias)?,
@@ -207,6 +218,11 @@ impl CausalSelfAttention {
         Ok((split_heads(&y, projection.outputs() / self.head_dim)?, product))
     }
 
+    fn sinks_value(&self) -> Result<Option<Tensor>> {
+        let value = |sinks: &Parameter| to_accumulation_dtype(&sinks.value()?);
+        self.sinks.as_ref().map(value).transpose()
+    }
+
     /// Computes the output for the tokens of a forward with a cache of keys and values.
     fn compute_cached(&self, x: &Tensor, tokens: &CachedTokens) -> Result<FusedOutput> {
         let (saved, _) = self.layer.redistribute_input(x)?;
@@ -225,6 +241,7 @@ impl CausalSelfAttention {
         let attend = DotProductAttention {
             softcap: self.softcap,
             window: self.window,
+            sinks: self.sinks_value()?,
             ..DotProductAttention::new(self.scale, true)
         };
         let q = self.project(&self.q_proj, &saved)?.0;
@@ -241,7 +258,8 @@ impl CausalSelfAttention {
         let y = self.o_proj.add_bias_after_reduction(y)?;
         let layers = [&self.q_proj, &self.k_proj, &self.v_proj, &self.o_proj];
         let norms = self.norms.iter().flat_map(QkNorms::parameters);
-        let parameters = layers.into_iter().flat_map(|l| l.parameters()).chain(norms);
+        let parameters =
+            layers.into_iter().flat_map(|l| l.parameters()).chain(norms).chain(&self.sinks);
         FusedOutput::new(&self.layer, x, y, parameters, |_, _| {
             Err(Error::other("a forward with a cache of keys and values has no backward"))
         })
@@ -268,6 +286,7 @@ impl FusedLayer for CausalSelfAttention {
         let attend = DotProductAttention {
             softcap: self.softcap,
             window: self.window,
+            sinks: self.sinks_value()?,
             angles: self.layer.run(|| {
                 rope.map(|r| r.angles(0, length, saved.dtype(), saved.device())).transpose()
             })?,
@@ -289,7 +308,8 @@ impl FusedLayer for CausalSelfAttention {
 
         let layers = [&self.q_proj, &self.k_proj, &self.v_proj, &self.o_proj];
         let norms = self.norms.iter().flat_map(QkNorms::parameters);
-        let parameters = layers.into_iter().flat_map(|l| l.parameters()).chain(norms);
+        let parameters =
+            layers.into_iter().flat_map(|l| l.parameters()).chain(norms).chain(&self.sinks);
         let layer = self.clone();
         FusedOutput::new(&self.layer, x, y, parameters, move |grad, wanted| {
             layer.o_proj.bias_after_reduction_backward(grad)?;
@@ -298,6 +318,11 @@ impl FusedLayer for CausalSelfAttention {
             let d = layer.o_proj.backward(&o_product, &merged, &grad, InputGrad::New)?;
             let d = d.ok_or_else(|| Error::other("the output projection gave no gradient"))?;
             let d = split_heads(&d, q.dim(2)?)?;
+            if let Some((sinks, grad)) =
+                layer.sinks.as_ref().zip(attend.sinks_backward(&attended, &d)?)
+            {
+                accumulate_and_end_use(sinks, &grad)?;
+            }
             let [dq, dk, dv] = match layer.norms.as_ref().zip(norm_calls.as_ref()) {
                 None => attend.backward([&q, &k, &v], &attended, &d)?,
                 Some((norms, calls)) => {

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use super::kernels::routing::{Probabilities, Routing, with_probabilities};
+use super::kernels::routing::{Routing, Scores, with_scores};
 use super::kernels::softmax::{softmax, softmax_backward};
 use crate::host::Float;
 use crate::{Error, Result};
@@ -63,12 +63,12 @@ pub fn load_balancing_loss(
     let logits = logits.iter().map(widened).collect::<candle_core::Result<Vec<_>>>()?;
     let logits = Tensor::cat(&logits, 0)?;
     let probabilities = softmax(&logits.detach())?;
-    let routing = Routing::of(&probabilities, experts_per_row)?;
+    let routing = Routing::of(&probabilities, experts_per_row, None)?;
     let counts: Vec<f64> = routing.ranges.iter().map(|range| range.len() as f64).collect();
     let all = Totals { counts, rows: probabilities.dim(0)? as f64, items }.over_ranks(&logits)?;
     let factor = all.items * experts as f64 / (all.rows * all.rows).max(1.0);
     let slopes: Vec<f64> = all.counts.iter().map(|count| factor * count).collect();
-    let sums = with_probabilities(&probabilities, ColumnSums(experts))?;
+    let sums = with_scores(&probabilities, ColumnSums(experts))?;
     let value: f64 = sums.iter().zip(&slopes).map(|(sum, slope)| sum * slope).sum();
     let of = |values: &[f64], shape: &[usize]| -> Result<Tensor> {
         let values = Tensor::from_slice(values, shape, &Device::Cpu)?;
@@ -114,7 +114,7 @@ impl Totals {
 /// The sum of each of so many columns, in f64.
 struct ColumnSums(usize);
 
-impl Probabilities<Vec<f64>> for ColumnSums {
+impl Scores<Vec<f64>> for ColumnSums {
     fn call<T: Float>(self, probabilities: &[T]) -> Vec<f64> {
         let mut sums = vec![0.0; self.0];
         for row in probabilities.chunks_exact(self.0) {

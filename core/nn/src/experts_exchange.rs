@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 
-use super::experts::{select, stretches};
+use super::experts_mixed::{select, stretches};
 use super::kernels::routing::Routing;
 use crate::{Error, Result};
 use fulgurite_engine::autograd::storage;

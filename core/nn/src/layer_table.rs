@@ -424,6 +424,41 @@ pub static LAYERS: &[LayerRow] = &[
         ..OWN
     },
     LayerRow {
+        layer: "LatentAttention",
+        shape: &[4, 3, 24],
+        docs: Docs::Parameters([
+            "`LatentAttention::new(b, &config)`",
+            "`[batch, time, hidden]` → same",
+            "`q_a_proj`, `q_b_proj` (or `q_proj`), `kv_a_proj_with_mqa`, `kv_b_proj`, `o_proj`; norms \
+             `q_a_layernorm`, `kv_a_layernorm`",
+            "as `Linear`, ones",
+        ]),
+        build: |b| {
+            module(LatentAttention::new(
+                b,
+                &LatentAttentionConfig {
+                    hidden_size: 24,
+                    num_heads: 3,
+                    q_lora_rank: Some(10),
+                    kv_lora_rank: 8,
+                    qk_nope_head_dim: 4,
+                    qk_rope_head_dim: 2,
+                    v_head_dim: 5,
+                    rope: Rope::with_config(&RopeConfig {
+                        rotary_dim: 2,
+                        ..RopeConfig::new(6, 1e4)
+                    })?,
+                    rope_interleave: true,
+                    scale: None,
+                    bias: true,
+                    norm_eps: 1e-6,
+                    init: None,
+                },
+            )?)
+        },
+        ..OWN
+    },
+    LayerRow {
         layer: "Gru",
         shape: &[4, 7, 6],
         docs: Docs::Parameters([

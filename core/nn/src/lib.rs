@@ -52,7 +52,12 @@ mod dropout;
 mod embedding;
 mod experts;
 mod experts_balance;
+mod experts_config;
 mod experts_exchange;
+mod experts_load;
+mod experts_mixed;
+mod experts_router;
+mod experts_shared;
 pub mod functional;
 pub mod gemm;
 mod gemm_bf16;
@@ -62,6 +67,7 @@ mod host;
 mod input;
 mod kernels;
 mod kv_cache;
+mod latent_attention;
 #[doc(hidden)]
 pub mod layer_table;
 mod linear;
@@ -92,14 +98,22 @@ pub use cross_entropy::{CrossEntropy, Reduction, cross_entropy, log_probability}
 pub use documents::Documents;
 pub use dropout::Dropout;
 pub use embedding::Embedding;
-pub use experts::{MixtureOfExperts, MixtureOfExpertsConfig};
+pub use experts::MixtureOfExperts;
 pub use experts_balance::load_balancing_loss;
+pub use experts_config::{
+    CorrectionBias, ExpertActivation, MixtureOfExpertsConfig, RouterConfig, RouterScore,
+    SharedExpertConfig,
+};
+pub use experts_load::ExpertLoad;
 pub use fulgurite_engine::strategy::Loss;
 pub use fulgurite_engine::{Error, Result};
 pub use gemm_bf16::bf16_products;
 pub use group_norm::GroupNorm;
 pub use kernels::activation::Activation;
+pub use kernels::clamped::ClampedSwiGlu;
+pub use kernels::routing::ExpertGroups;
 pub use kv_cache::{CachedTokens, KvCache, RowTokens};
+pub use latent_attention::{LatentAttention, LatentAttentionConfig};
 pub use linear::Linear;
 pub use linear_cross_entropy::{LinearCrossEntropy, linear_cross_entropy};
 pub use mlp::{GatedMlp, GeluMlp, Mlp, MlpConfig, SwiGluMlp};

@@ -110,6 +110,11 @@ impl Rope {
         self.0.config.head_dim
     }
 
+    /// The width of the rotated part of the heads.
+    pub fn rotary_dim(&self) -> usize {
+        self.0.config.rotary_dim
+    }
+
     /// Rotates `x` (`[.., time, head_dim]`), with positions from `offset` on. The sequence ends with
     /// the last position.
     ///

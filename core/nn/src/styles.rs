@@ -226,6 +226,41 @@ impl ParallelLayer for ExpertStyles {
     }
 }
 
+/// A [`LatentAttention`](super::LatentAttention), which no plan cuts.
+#[derive(Debug)]
+pub(super) struct LatentStyles;
+
+impl ParallelLayer for LatentStyles {
+    fn kind(&self) -> &'static str {
+        "LatentAttention"
+    }
+
+    fn input_cast(&self) -> InputCast {
+        InputCast::None
+    }
+
+    fn takes(&self) -> &'static str {
+        "it takes none, nor do its projections: every tensor-parallel rank computes it whole"
+    }
+
+    fn parts(&self) -> &'static [&'static str] {
+        &[
+            "q_proj",
+            "q_a_proj",
+            "q_a_layernorm",
+            "q_b_proj",
+            "kv_a_proj_with_mqa",
+            "kv_a_layernorm",
+            "kv_b_proj",
+            "o_proj",
+        ]
+    }
+
+    fn shard(&self, styles: &LayerStyles<'_>) -> Result<LayerSharding> {
+        Err(styles.cannot_take(self))
+    }
+}
+
 /// The styles of [`Dropout`](super::Dropout).
 #[derive(Debug)]
 pub(super) struct DropoutStyles {
@@ -282,7 +317,12 @@ pub(super) struct BlockStyles {
     parts: &'static [&'static str],
     heads: Option<Heads>,
     norms: Option<QkNormScope>,
+    /// Whether the block has the parameter [`SINKS`], one number for each head.
+    sinks: bool,
 }
+
+/// The name of attention's sinks.
+pub(super) const SINKS: &str = "sinks";
 
 const SWIGLU: &[&str] = &["gate_proj", "up_proj", "down_proj"];
 const GELU: &[&str] = &["up_proj", "down_proj"];
@@ -291,11 +331,23 @@ const NORMED_ATTENTION: &[&str] = &["q_proj", "k_proj", "v_proj", "o_proj", "q_n
 const NORMS: [&str; 2] = ["q_norm", "k_norm"];
 
 impl BlockStyles {
-    pub(super) const SWIGLU: Self =
-        Self { kind: "GatedMlp", projections: SWIGLU, parts: SWIGLU, heads: None, norms: None };
+    pub(super) const SWIGLU: Self = Self {
+        kind: "GatedMlp",
+        projections: SWIGLU,
+        parts: SWIGLU,
+        heads: None,
+        norms: None,
+        sinks: false,
+    };
 
-    pub(super) const GELU: Self =
-        Self { kind: "Mlp", projections: GELU, parts: GELU, heads: None, norms: None };
+    pub(super) const GELU: Self = Self {
+        kind: "Mlp",
+        projections: GELU,
+        parts: GELU,
+        heads: None,
+        norms: None,
+        sinks: false,
+    };
 
     pub(super) fn attention(
         num_heads: usize,
@@ -309,7 +361,12 @@ impl BlockStyles {
             parts: if norms.is_some() { NORMED_ATTENTION } else { ATTENTION },
             heads: Some(Heads { num_heads, num_kv_heads, hidden_size }),
             norms,
+            sinks: false,
         }
+    }
+
+    pub(super) fn with_sinks(self) -> Self {
+        Self { sinks: true, ..self }
     }
 
     /// Checks the styles of the norms, which follow from the projections'. `is_cut`: whether the
@@ -452,6 +509,9 @@ impl ParallelLayer for BlockStyles {
             None => 1,
         };
         let mut sharding = sharding.input(input[0], PARTIAL).output(PARTIAL, output[1]);
+        if self.sinks {
+            sharding = sharding.cut(SINKS, 0);
+        }
         let (last, inputs) = self.projections.split_last().expect("a block has projections");
         for &name in inputs {
             let replicas = if matches!(name, "k_proj" | "v_proj") { kv_replicas } else { 1 };

@@ -28,7 +28,9 @@ mod weights;
 
 pub use callbacks::{AnswersConfig, ChoicesConfig, LikelihoodConfig, SamplesConfig};
 pub use config::{KEYS, Key, KeyKind, ModelConfig, resolve};
-pub use decoder::{Decoder, DecoderConfig, ExpertsConfig, LayerConfig, NormPlacement};
+pub use decoder::{
+    Decoder, DecoderConfig, ExpertsConfig, LatentConfig, LayerConfig, LoadLog, NormPlacement,
+};
 pub use encoder::{
     Classifier, ClassifierConfig, Encoder, EncoderConfig, EncoderInput, EncoderLayerConfig,
     InputConfig, MaskedLmConfig, MaskedLmHead, PatchConfig, Pooling, TextConfig,

@@ -1,8 +1,12 @@
 //! `fulgurite fit` on mixtures of experts whose experts ranks divide.
 
+use std::collections::BTreeMap;
 use std::path::Path;
+use std::process::Command;
 
-use crate::models::{assert_close, losses_of};
+use serde_json::Value;
+
+use crate::models::{assert_close, events_of, losses_of};
 
 /// Trains a small Mixtral from random weights, and returns the loss of each step.
 #[track_caller]
@@ -109,4 +113,147 @@ fn checkpoints_load_on_any_division() {
     assert_eq!(resumed("a", &divided, &step("divided")), whole[4..]);
     assert_close("divided, then whole", &resumed("b", "fsdp", &step("divided")), &whole[4..], 1e-5);
     assert_close("whole, then divided", &resumed("c", &divided, &step("whole")), &whole[4..], 1e-5);
+}
+
+/// Settings of a small GLM-4-MoE whose experts a bias balances.
+const BIASED: [&str; 9] = [
+    "model.type=glm4_moe",
+    "model.moe_intermediate_size=12",
+    "model.n_routed_experts=4",
+    "model.num_experts_per_tok=2",
+    "model.n_group=2",
+    "model.topk_group=1",
+    "model.expert_bias_update_rate=0.01",
+    "model.num_hidden_layers=3",
+    "model.log_expert_load=layers",
+];
+
+/// All settings of a run of it in a folder with its text.
+fn settings(dir: &Path, ranks: usize, strategy: &str) -> Vec<String> {
+    let text: String = (0..400).map(|i| format!("{} crates\n", i * 7 % 100)).collect();
+    std::fs::write(dir.join("text.txt"), text).unwrap();
+    let own = [
+        "module.type=causal_lm",
+        "model.vocab_size=257",
+        "model.hidden_size=16",
+        "model.intermediate_size=12",
+        "model.num_attention_heads=4",
+        "model.num_key_value_heads=2",
+        "data.path=text.txt",
+        "data.seq_len=16",
+        "trainer.max_steps=6",
+        "trainer.log_every_n_steps=2",
+        "scheduler=constant",
+    ];
+    let mesh = [format!("trainer.devices={ranks}"), format!("trainer.strategy={strategy}")];
+    BIASED.into_iter().chain(own).map(str::to_owned).chain(mesh).collect()
+}
+
+/// Trains it, and returns the events.
+#[track_caller]
+fn fit_biased(dir: &Path, ranks: usize, strategy: &str, sets: &[&str]) -> Vec<Value> {
+    let own = settings(dir, ranks, strategy);
+    events_of(dir, own.iter().map(String::as_str).chain(sets.iter().copied()))
+}
+
+fn numbers(events: &[Value], name: &str) -> Vec<f64> {
+    events.iter().filter_map(|event| event[name].as_f64()).collect()
+}
+
+/// The loads of each logged step, by name.
+fn loads(events: &[Value]) -> Vec<BTreeMap<String, f64>> {
+    let of_step = |event: &Value| {
+        let metrics = event["metrics"].as_object()?.iter();
+        let loads = metrics.filter(|(name, _)| name.starts_with("expert_load"));
+        let loads: BTreeMap<_, _> =
+            loads.map(|(name, value)| (name.clone(), value.as_f64().unwrap())).collect();
+        (!loads.is_empty()).then_some(loads)
+    };
+    events.iter().filter_map(of_step).collect()
+}
+
+#[test]
+fn a_bias_balances_experts_on_every_mesh() {
+    let temp = tempfile::tempdir().unwrap();
+    let alone = fit_biased(temp.path(), 1, "single_device", &["data.batch_size=8"]);
+    let of_alone = loads(&alone);
+    let alone = numbers(&alone, "train_loss");
+    // The first step is logged, too.
+    assert_eq!((alone.len(), of_alone.len()), (6, 4));
+    // Two of the three layers have experts.
+    assert_eq!(of_alone[0].len(), 2 * 3);
+    assert!(of_alone[0]["expert_load.1.max_share"] >= 0.25);
+    for (ranks, strategy, sets) in [
+        (1, "single_device", &["data.batch_size=2", "trainer.accumulate_grad_batches=4"][..]),
+        (2, "ddp", &["data.batch_size=4"]),
+        (2, "fsdp", &["data.batch_size=2", "trainer.accumulate_grad_batches=2"]),
+        (2, "fsdp", &["data.batch_size=4", "trainer.activation_checkpointing=full"]),
+        (
+            4,
+            "{ type = 'model_parallel', tensor_parallel_size = 1, expert_parallel_size = 4 }",
+            &["data.batch_size=2"],
+        ),
+        (
+            4,
+            "{ type = 'model_parallel', tensor_parallel_size = 2, expert_parallel_size = 2 }",
+            &["data.batch_size=4"],
+        ),
+        (
+            2,
+            "{ type = 'model_parallel', tensor_parallel_size = 1, context_parallel_size = 2 }",
+            &["data.batch_size=8"],
+        ),
+    ] {
+        let found = fit_biased(temp.path(), ranks, strategy, sets);
+        assert_close(strategy, &numbers(&found, "train_loss"), &alone, 1e-5);
+        assert_eq!(loads(&found), of_alone, "{strategy}, {sets:?}");
+    }
+    // Without the bias, other experts are chosen.
+    let off = ["data.batch_size=8", "model.expert_bias_update_rate=0"];
+    let off = fit_biased(temp.path(), 1, "single_device", &off);
+    assert_ne!(numbers(&off, "train_loss"), alone);
+}
+
+#[test]
+fn a_resumed_run_keeps_the_bias() {
+    let temp = tempfile::tempdir().unwrap();
+    for (ranks, strategy, batch) in [
+        (1, "single_device", "data.batch_size=4"),
+        (2, "fsdp", "data.batch_size=2"),
+        (
+            2,
+            "{ type = 'model_parallel', tensor_parallel_size = 1, expert_parallel_size = 2 }",
+            "data.batch_size=2",
+        ),
+    ] {
+        let dir = format!("checkpoint.dir=of_{}", strategy.len());
+        let run = |sets: &[&str]| {
+            let sets = [&[batch, "trainer.log_every_n_steps=1"], sets].concat();
+            fit_biased(temp.path(), ranks, strategy, &sets)
+        };
+        let whole = run(&["trainer.max_steps=7"]);
+        run(&["trainer.max_steps=3", &dir]);
+        let from = format!("trainer.ckpt_path={}/step-00000003", &dir["checkpoint.dir=".len()..]);
+        let resumed = run(&["trainer.max_steps=7", &from]);
+        let of = |events: &[Value]| numbers(events, "train_loss");
+        assert_eq!(of(&resumed), of(&whole)[3..], "{strategy}");
+        assert_eq!(loads(&resumed), loads(&whole)[3..], "{strategy}");
+    }
+}
+
+#[test]
+fn plans_cover_a_bias_and_logged_loads() {
+    let temp = tempfile::tempdir().unwrap();
+    for strategy in
+        ["fsdp", "{ type = 'model_parallel', tensor_parallel_size = 1, expert_parallel_size = 2 }"]
+    {
+        let output = Command::new(env!("CARGO_BIN_EXE_fulgurite"))
+            .args(["plan", "--json"])
+            .args(settings(temp.path(), 2, strategy).iter().flat_map(|set| ["--set", set]))
+            .args(["--set", "trainer.log_every_n_steps=1"])
+            .current_dir(temp.path())
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
 }

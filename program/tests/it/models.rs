@@ -62,6 +62,13 @@ pub(crate) fn fit(decoder: &Path, scratch: &Path, sets: &[&str]) -> Vec<f64> {
 /// Runs `fulgurite fit` with these settings in a folder, and returns the loss of each step.
 #[track_caller]
 pub(crate) fn losses_of<'a>(dir: &Path, sets: impl Iterator<Item = &'a str>) -> Vec<f64> {
+    let events = events_of(dir, sets);
+    events.iter().filter_map(|event| event["train_loss"].as_f64()).collect()
+}
+
+/// Runs `fulgurite fit` with these settings in a folder, and returns its events.
+#[track_caller]
+pub(crate) fn events_of<'a>(dir: &Path, sets: impl Iterator<Item = &'a str>) -> Vec<Value> {
     let output = Command::new(env!("CARGO_BIN_EXE_fulgurite"))
         .args(["fit", "--output", "json"])
         .args(sets.flat_map(|set| ["--set", set]))
@@ -71,8 +78,7 @@ pub(crate) fn losses_of<'a>(dir: &Path, sets: impl Iterator<Item = &'a str>) -> 
         .unwrap();
     let said = [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap());
     assert!(output.status.success(), "{}\n{}", said[0], said[1]);
-    let events = said[0].lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
-    events.filter_map(|event| event["train_loss"].as_f64()).collect()
+    said[0].lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
 /// Meshes by their number of ranks, the samples of a rank, and the strategy.
@@ -122,7 +128,9 @@ const ALONE: (usize, usize, &str) = (1, 2, "single_device");
 /// Whether layers of the decoder are mixtures of experts.
 fn has_experts(decoder: &Path) -> bool {
     let config = fs::read_to_string(decoder.join("config.json")).unwrap();
-    config.contains("num_local_experts")
+    ["num_local_experts", "n_routed_experts", "\"num_experts\""]
+        .iter()
+        .any(|key| config.contains(key))
 }
 
 #[test]
@@ -145,16 +153,23 @@ fn meshes_train_every_decoder_as_one_device() {
 fn adapters_and_bf16_train_every_decoder() {
     let scratch = tempfile::tempdir().unwrap();
     let all = "trainer.adapters={ targets = ['*_proj'], rank = 2 }";
-    let without_experts =
-        "trainer.adapters={ targets = ['*_proj'], exclude = ['experts'], rank = 2 }";
     let blocks = "trainer.quantization.block_size=4";
     let packed_without_experts =
         "trainer.quantization={ block_size = 4, exclude = ['lm_head', 'experts'] }";
     let linear = "trainer.adapters={ targets = 'all-linear', rank = 2 }";
     for decoder in decoders() {
         let what = |with: &str| format!("{} with {with}", decoder.display());
+        // Layers without an end in common.
+        let more = match decoder.file_name().unwrap().to_str().unwrap() {
+            "qwen2_moe" => ", 'shared_expert_gate'",
+            name if name.starts_with("deepseek") => ", 'kv_a_proj_with_mqa'",
+            _ => "",
+        };
+        let without_experts = format!(
+            "trainer.adapters={{ targets = ['*_proj'{more}], exclude = ['experts'], rank = 2 }}"
+        );
         let (lora, packed) = match has_experts(&decoder) {
-            true => (without_experts, packed_without_experts),
+            true => (&*without_experts, packed_without_experts),
             false => (all, blocks),
         };
         let train = |mesh, sets: &[&str]| losses(&decoder, scratch.path(), mesh, sets);

@@ -10,7 +10,7 @@ use fulgurite_error::Result;
 use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::llama::EXPERTS;
+use super::llama::{EXPERTS, LATENT};
 use super::plan::{beside, inside, parallelize};
 
 /// `parallelize = "hf"`: a plan in the format of Hugging Face's model configurations
@@ -22,7 +22,8 @@ use super::plan::{beside, inside, parallelize};
 pub struct HuggingFacePlan {
     /// Patterns and style names. By default the plan of Hugging Face's Llama and
     /// `lm_head = "colwise_rep"`. If the head shares the embedding's weight, also
-    /// `embed_tokens = "rowwise"`. Mixtures of experts stay whole on every rank.
+    /// `embed_tokens = "rowwise"`. Mixtures of experts and latent attention stay whole on every
+    /// rank.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub plan: Option<StyleNames>,
     /// The path of the base model, prepended to the patterns; `lm_head` is next to it. `""` if the
@@ -74,6 +75,9 @@ impl HuggingFacePlan {
             of_mlp || pattern.ends_with("gate_proj") || pattern == "lm_head"
         };
         names.retain(|(pattern, _)| !may_lack(pattern) || has(pattern));
+        if has(LATENT) {
+            names.retain(|(pattern, _)| !pattern.contains(".self_attn."));
+        }
         let embedding = path("embed_tokens.weight");
         let head = path("lm_head.weight");
         if model.aliases().any(|tied| tied == (&*head, &*embedding)) {

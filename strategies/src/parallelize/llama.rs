@@ -57,6 +57,9 @@ const NORMS: [&str; 5] = [
 /// A projection of experts.
 pub(super) const EXPERTS: &str = "layers.*.mlp.experts.up_proj";
 
+/// A projection of latent attention, which no plan cuts.
+pub(super) const LATENT: &str = "layers.*.self_attn.kv_b_proj";
+
 impl LlamaPlan {
     /// Builds the plan for a model. Of embeddings, norms, dropouts, `gate_proj` and heads it names
     /// those that the model has.
@@ -107,10 +110,12 @@ impl LlamaPlan {
         if has("layers.*.mlp.gate_proj") {
             plan = plan.with(within("layers.*.mlp.gate_proj"), colwise);
         }
-        for name in ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"] {
-            plan = plan.with(within(&format!("layers.*.{name}")), colwise);
+        if !has(LATENT) {
+            for name in ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"] {
+                plan = plan.with(within(&format!("layers.*.{name}")), colwise);
+            }
+            plan = plan.with(within("layers.*.self_attn.o_proj"), rowwise);
         }
-        plan = plan.with(within("layers.*.self_attn.o_proj"), rowwise);
         // Experts in place of all MLPs are computed whole on every rank.
         if has("layers.*.mlp.up_proj") || !has(EXPERTS) {
             plan = plan
@@ -139,8 +144,9 @@ impl LlamaPlan {
         }
         for parameter in model.parameters() {
             let (path, _) = parameter.fqn().rsplit_once('.').unwrap_or(("", parameter.fqn()));
-            // Attention sums the gradients of its own norms.
-            let known = path.ends_with(".self_attn.q_norm")
+            // Attention sums the gradients of its own norms, and cuts its sinks by heads.
+            let known = path.ends_with(".self_attn")
+                || path.ends_with(".self_attn.q_norm")
                 || path.ends_with(".self_attn.k_norm")
                 || plan.entries().iter().any(|entry| glob_match(&entry.pattern, path));
             let kind = model.modules().get(path).map(|module| module.kind);

@@ -10,7 +10,8 @@ use fulgurite_core::fabric::Fabric;
 use fulgurite_core::mesh::DP_CP;
 use fulgurite_core::module::{ForwardScope, Module as _, ModuleBuilder, ModuleInit, Unit};
 use fulgurite_core::nn::{
-    Embedding, Linear, Loss, MixtureOfExperts, MixtureOfExpertsConfig, cross_entropy,
+    CorrectionBias, Embedding, ExpertGroups, Linear, Loss, MixtureOfExperts,
+    MixtureOfExpertsConfig, RouterConfig, RouterScore, SharedExpertConfig, cross_entropy,
     load_balancing_loss,
 };
 use fulgurite_core::optim::{OptimizerConfig, Sgd};
@@ -67,10 +68,35 @@ struct Model {
     head: Linear,
 }
 
+/// How experts are balanced.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Balance {
+    None,
+    Loss,
+    Bias,
+}
+
 impl Model {
     fn new(b: &ModuleBuilder) -> Result<Self> {
+        Self::balanced(b, Balance::None)
+    }
+
+    fn balanced(b: &ModuleBuilder, balance: Balance) -> Result<Self> {
         b.synchronise_batches();
-        let config = MixtureOfExpertsConfig::new([WIDTH, 10], EXPERTS, 2);
+        let sizes = MixtureOfExpertsConfig::new([WIDTH, 10], EXPERTS, 2);
+        let config = match balance {
+            Balance::None | Balance::Loss => sizes,
+            Balance::Bias => MixtureOfExpertsConfig {
+                router: RouterConfig {
+                    score: RouterScore::Sigmoid,
+                    groups: Some(ExpertGroups { count: 2, per_row: 1 }),
+                    correction: Some(CorrectionBias { update_rate: 0.05 }),
+                    ..RouterConfig::default()
+                },
+                shared: Some(SharedExpertConfig { intermediate_size: 6, gated: true }),
+                ..sizes
+            },
+        };
         let layer = |i| b.unit(&format!("layers.{i}"), |b| MixtureOfExperts::new(b, &config));
         Ok(Self {
             embed: Embedding::new(&b.pp("embed"), VOCABULARY, WIDTH)?,
@@ -101,20 +127,23 @@ struct Run {
     losses: Vec<f64>,
     norms: Vec<f64>,
     weights: BTreeMap<String, Vec<f32>>,
+    /// The bits of the correction biases after each step.
+    biases: Vec<Vec<u32>>,
 }
 
-fn train(ranks: usize, config: &str, rows: Rows, balance: bool) -> Result<Run> {
+fn train(ranks: usize, config: &str, rows: Rows, balance: Balance) -> Result<Run> {
     let mut runs = run_ranks(ranks, |world| {
         let init = ModuleInit { compute_dtype: DType::F32, ..init(config)? };
         let mut fabric = Fabric::new(world, strategy(config)?, init, 5)?;
         let optimizer = Sgd { lr: 0.3, momentum: 0.9, ..Sgd::default() };
         let (model, mut optimizer) =
-            fabric.setup(Model::new, &optimizer as &dyn OptimizerConfig)?;
+            fabric.setup(|b| Model::balanced(b, balance), &optimizer as &dyn OptimizerConfig)?;
         let (rank, size) = {
             let ranks = fabric.device_mesh().group(DP_CP)?;
             (ranks.rank(), ranks.size())
         };
         let (mut losses, mut norms, mut first) = (Vec::new(), Vec::new(), Vec::new());
+        let mut biases = Vec::new();
         for step in 0..STEPS {
             let ids = rows.ids(step);
             let own = rows.of(rank, size);
@@ -133,7 +162,7 @@ fn train(ranks: usize, config: &str, rows: Rows, balance: bool) -> Result<Run> {
             }
             let (logits, routers) = model.forward(&ids)?;
             let mut loss = cross_entropy(&logits, &targets)?;
-            if balance {
+            if balance == Balance::Loss {
                 let balance = load_balancing_loss(&routers, 2, own.len() as f64)?;
                 loss = Loss::new((loss.sum() + (balance * 0.1)?)?, loss.count());
             }
@@ -141,12 +170,17 @@ fn train(ranks: usize, config: &str, rows: Rows, balance: bool) -> Result<Run> {
             losses.push(fabric.step_totals(&[])?.mean());
             norms.push(fabric.clip_gradients_norm(&mut optimizer, 1.0)?);
             optimizer.step()?;
+            let mut bits = Vec::new();
+            for buffer in fabric.module_tree()?.buffers() {
+                bits.extend(buffer.value()?.to_vec1::<f32>()?.into_iter().map(f32::to_bits));
+            }
+            biases.push(bits);
         }
         let ranks = fabric.device_mesh().group(DP_CP)?;
         let bits: Vec<u32> = first.into_iter().map(f32::to_bits).collect();
         let logits = all_gather_object(&**ranks, &bits)?.concat();
         let weights = gather_weights(fabric.module_tree()?, &**fabric.world())?;
-        Ok(Run { logits, losses, norms, weights })
+        Ok(Run { logits, losses, norms, weights, biases })
     })?;
     assert!(runs.iter().all(|run| *run == runs[0]), "{config}: ranks differ: {runs:?}");
     Ok(runs.swap_remove(0))
@@ -179,10 +213,10 @@ fn meshes() -> Vec<(usize, String)> {
 #[test]
 fn divided_experts_train_as_one_device() {
     for rows in [Rows::Uneven, Rows::OfOneRank, Rows::Equal, Rows::One] {
-        let alone = train(1, ALONE, rows, false).unwrap();
+        let alone = train(1, ALONE, rows, Balance::None).unwrap();
         for (ranks, config) in meshes() {
             let what = format!("{config}, {rows:?}");
-            let found = train(ranks, &config, rows, false).unwrap();
+            let found = train(ranks, &config, rows, Balance::None).unwrap();
             assert_eq!(found.logits, alone.logits, "{what}");
             assert_close(&what, &found.losses, &alone.losses);
             assert_close(&what, &found.norms, &alone.norms);
@@ -200,12 +234,68 @@ fn divided_experts_train_as_one_device() {
 
 #[test]
 fn balance_counts_the_rows_of_all_ranks() {
-    let alone = train(1, ALONE, Rows::Uneven, true).unwrap();
+    let alone = train(1, ALONE, Rows::Uneven, Balance::Loss).unwrap();
     for (ranks, config) in meshes() {
-        let found = train(ranks, &config, Rows::Uneven, true).unwrap();
+        let found = train(ranks, &config, Rows::Uneven, Balance::Loss).unwrap();
         assert_close(&config, &found.losses, &alone.losses);
         assert_close(&config, &found.norms, &alone.norms);
     }
+}
+
+/// The bias follows from the loads of all ranks, to the bit, also where experts are not divided.
+#[test]
+fn loads_of_all_ranks_change_the_bias() {
+    let alone = train(1, ALONE, Rows::Uneven, Balance::Bias).unwrap();
+    let changed = |biases: &[u32]| biases.iter().any(|bits| f32::from_bits(*bits) != 0.0);
+    assert!(alone.biases[0].len() == 2 * EXPERTS && changed(&alone.biases[0]));
+    let whole = [
+        (2, r#"{"type": "ddp"}"#),
+        (3, r#"{"type": "fsdp"}"#),
+        (2, r#"{"type": "fsdp", "activation_checkpointing": "full"}"#),
+    ];
+    let whole = whole.map(|(ranks, config)| (ranks, config.to_owned()));
+    for (ranks, config) in meshes().into_iter().chain(whole) {
+        let found = train(ranks, &config, Rows::Uneven, Balance::Bias).unwrap();
+        assert_eq!(found.biases, alone.biases, "{config}");
+        assert_close(&config, &found.losses, &alone.losses);
+        assert_close(&config, &found.norms, &alone.norms);
+    }
+}
+
+/// A frozen router keeps its bias, and evaluations count no rows.
+#[test]
+fn only_trained_routers_change_their_bias() {
+    let init = ModuleInit { frozen: vec!["layers.0.gate".to_owned()], ..init(ALONE).unwrap() };
+    run_ranks(1, |world| {
+        let mut fabric = Fabric::new(world, strategy(ALONE)?, init.clone(), 5)?;
+        let optimizer = Sgd { lr: 0.1, ..Sgd::default() };
+        let build = |b: &ModuleBuilder| Model::balanced(b, Balance::Bias);
+        let (model, mut optimizer) = fabric.setup(build, &optimizer as &dyn OptimizerConfig)?;
+        let ids = Tensor::from_vec(Rows::Uneven.ids(0), ROWS, &Device::Cpu)?;
+        {
+            let _no_grad = no_grad();
+            let _scope = fabric.forward_scope(false, 0, 0);
+            model.forward(&ids)?;
+        }
+        assert_eq!(model.layers[0].module().load().take(), [0.0; EXPERTS]);
+        let _scope = fabric.forward_scope(true, 0, 0);
+        let loss = cross_entropy(&model.forward(&ids)?.0, &ids.to_dtype(DType::I64)?)?;
+        let load = model.layers[0].module().load().take();
+        assert_eq!(load.iter().sum::<f64>(), 2.0 * ROWS as f64);
+        assert_eq!(model.layers[0].module().load().take(), [0.0; EXPERTS]);
+        fabric.backward(&loss)?;
+        optimizer.step()?;
+        let tree = fabric.module_tree()?;
+        let bias = |layer: usize| {
+            let name = format!("layers.{layer}.gate.e_score_correction_bias");
+            Ok::<_, fulgurite_core::Error>(tree.buffer(&name).unwrap().value()?.to_vec1::<f32>()?)
+        };
+        assert_eq!(bias(0)?, [0.0; EXPERTS]);
+        assert!(bias(1)?.iter().any(|x| *x != 0.0));
+        assert!(bias(1)?.iter().sum::<f32>().abs() < 1e-6);
+        Ok(())
+    })
+    .unwrap();
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::parallelize::{AppliedPlans, Edge};
 use super::stage::Stages;
-use super::{Experts, FullyShard, UnitHandle};
+use super::{AfterStep, Experts, FullyShard, UnitHandle};
 use crate::parallel::{LayerHandle, ParallelLayer};
 use crate::parameter::{Buffer, Parameter, ParameterSlot};
 use crate::{Error, Result};
@@ -55,6 +55,8 @@ pub struct ModuleTree {
     pub(super) no_stages: Option<String>,
     /// See [`experts`](Self::experts).
     pub(super) experts: Vec<Experts>,
+    /// See [`after_step`](Self::after_step).
+    pub(super) after_step: Vec<Arc<dyn AfterStep>>,
     /// The plans applied so far.
     pub(crate) parallel: AppliedPlans,
 }

@@ -8,7 +8,7 @@ use candle_core::{D, DType, Tensor};
 #[cfg(feature = "cuda")]
 use super::attention_cuda;
 use super::rope::Angles;
-use super::{attention_host, attention_portable};
+use super::{attention_host, attention_portable, sinks};
 use crate::backend::uses_cpu_kernels;
 use crate::documents::Documents;
 use crate::host::with_float;
@@ -36,6 +36,8 @@ pub(crate) struct DotProductAttention {
     pub(crate) first_query: Option<usize>,
     /// Whether each query is computed alone, with the same bits in any batch.
     pub(crate) apart: bool,
+    /// One more score in each query head's softmax, `[heads]`, in the accumulation dtype.
+    pub(crate) sinks: Option<Tensor>,
     /// Angles of the rotary position embedding, for each key position.
     pub(crate) angles: Option<Angles>,
     /// The documents, of which a query attends to its own only. There are as many queries as keys
@@ -138,6 +140,7 @@ impl DotProductAttention {
             window: None,
             first_query: None,
             apart: ForwardScope::current().batch_invariant,
+            sinks: None,
             angles: None,
             documents: None,
         }
@@ -179,7 +182,7 @@ impl DotProductAttention {
         skips_products([s.queries, s.dim, keys], products * s.batch * s.heads, dtype)
     }
 
-    /// `softmax(scale q k^T) v`.
+    /// `softmax(scale q k^T) v`, with the sinks in the softmax.
     pub(crate) fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<AttentionOutput> {
         let sizes = AttentionShape::new(q, k, v, self)?;
         let dtype = q.dtype();
@@ -189,8 +192,9 @@ impl DotProductAttention {
             ));
         }
         #[cfg(feature = "cuda")]
-        if let Some(attended) =
-            attention_cuda::forward(self, sizes, [&q.detach(), &k.detach(), &v.detach()])?
+        if self.sinks.is_none()
+            && let Some(attended) =
+                attention_cuda::forward(self, sizes, [&q.detach(), &k.detach(), &v.detach()])?
         {
             return Ok(attended);
         }
@@ -206,6 +210,10 @@ impl DotProductAttention {
         } else {
             attention_portable::forward(self, sizes, [&q, &k, &v])?
         };
+        let (output, lse) = match &self.sinks {
+            None => (output, lse),
+            Some(sinks) => sinks::apply(&output, &lse, sinks)?,
+        };
         Ok(AttentionOutput { output: storage::cast(&output, dtype)?, lse })
     }
 
@@ -219,7 +227,7 @@ impl DotProductAttention {
         let sizes = AttentionShape::new(q, k, v, self)?;
         let dtype = q.dtype();
         #[cfg(feature = "cuda")]
-        {
+        if self.sinks.is_none() {
             let inputs = [&q.detach(), &k.detach(), &v.detach()];
             let saved = [&attended.output.detach(), &attended.lse, &grad.detach()];
             if let Some([dq, dk, dv]) = attention_cuda::backward(self, sizes, inputs, saved)? {

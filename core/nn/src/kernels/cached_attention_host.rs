@@ -10,6 +10,7 @@ use super::attention_row::Row;
 use super::cached_attention::{CachedSegment, shape};
 use super::few_rows::Dots;
 use super::rope::rotate_rows;
+use super::sinks;
 use crate::Result;
 use crate::host::{Element, Float, host, tensor};
 use crate::kv_cache::{KeysAndValues, Segment};
@@ -59,10 +60,13 @@ pub(super) fn forward<E: Element<Wide: Dots>>(
         .iter()
         .map(|part| Ok((host(&part.cached.keys)?, host(&part.cached.values)?)))
         .collect::<Result<Vec<_>>>()?;
+    let sinks = attend.sinks.as_ref().map(host).transpose()?;
+    let sinks = sinks.as_ref().map(|sinks| sinks.slice::<E::Wide>()).transpose()?;
     let mut sequences = Vec::with_capacity(parts.len());
     for (part, (keys, values)) in parts.iter().zip(&guards) {
         sequences.push(Sequence {
             attend,
+            sinks,
             sizes: shape(part, heads)?,
             start: part.segment.at.start,
             capacity: part.segment.capacity,
@@ -94,6 +98,8 @@ pub(super) fn forward<E: Element<Wide: Dots>>(
 /// The attention within one sequence.
 struct Sequence<'a, E: Element> {
     attend: &'a DotProductAttention,
+    /// The score of each query head's sink.
+    sinks: Option<&'a [E::Wide]>,
     sizes: AttentionShape,
     /// The place of the first query in the forward.
     start: usize,
@@ -130,7 +136,7 @@ impl<E: Element<Wide: Dots>> Sequence<'_, E> {
                 widen(&mut query, &queries[at..][..dim]);
                 self.rotation.apply(&mut query, i);
                 query.iter_mut().for_each(|x| *x *= scale);
-                Arch::new().dispatch(Row {
+                let (top, sum) = Arch::new().dispatch(Row {
                     output: &mut output,
                     scores,
                     query: &query,
@@ -139,6 +145,11 @@ impl<E: Element<Wide: Dots>> Sequence<'_, E> {
                     cap,
                     room: &mut room,
                 });
+                if let Some(sinks) = self.sinks {
+                    let sink = sinks[head * group + of_group];
+                    let (factor, _) = sinks::factor(top + sum.ln(), sink);
+                    output.iter_mut().for_each(|x| *x *= factor);
+                }
                 rows.extend(output.iter().map(|&x| E::narrow(x)));
             }
         }

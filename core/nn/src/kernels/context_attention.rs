@@ -3,6 +3,7 @@
 use candle_core::Tensor;
 
 use super::attention::{AttentionOutput, DotProductAttention};
+use super::sinks;
 use crate::{Error, Result};
 use fulgurite_engine::parallel::ContextParallel;
 
@@ -28,6 +29,19 @@ impl ContextAttentionOutput {
     pub(crate) fn output(&self) -> &Tensor {
         &self.output
     }
+
+    /// Replaces the memory of the output. A node of the graph takes the memory of its output, so a
+    /// backward needs the node's.
+    pub(crate) fn with_output(&self, output: &Tensor) -> Result<Self> {
+        let (mut start, mut query_ranges) = (0, Vec::new());
+        for AttentionOutput { lse, .. } in &self.query_ranges {
+            let n = lse.dim(2)?;
+            let (output, lse) = (output.narrow(1, start, n)?, lse.clone());
+            query_ranges.push(AttentionOutput { output, lse });
+            start += n;
+        }
+        Ok(Self { output: output.clone(), query_ranges })
+    }
 }
 
 impl ContextAttention {
@@ -51,6 +65,24 @@ impl ContextAttention {
         }
         let outputs: Vec<&Tensor> = query_ranges.iter().map(|attended| &attended.output).collect();
         Ok(ContextAttentionOutput { output: Tensor::cat(&outputs, 1)?, query_ranges })
+    }
+
+    /// The gradient of the sinks, if there are any. Not collective: from this rank's queries.
+    pub(crate) fn sinks_backward(
+        &self,
+        attended: &ContextAttentionOutput,
+        grad: &Tensor,
+    ) -> Result<Option<Tensor>> {
+        let Some(sinks) = &self.attend.sinks else { return Ok(None) };
+        let (mut start, mut sum) = (0, sinks.zeros_like()?);
+        for attended in &attended.query_ranges {
+            let n = attended.output.dim(1)?;
+            let AttentionOutput { output, lse } = attended;
+            let grad = grad.narrow(1, start, n)?;
+            sum = (sum + sinks::backward(output, lse, sinks, &grad)?)?;
+            start += n;
+        }
+        Ok(Some(sum))
     }
 
     /// The gradients of q, k and v, contiguous. Collective over the ranks that share sequences.

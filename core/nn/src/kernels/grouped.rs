@@ -65,6 +65,33 @@ pub(crate) fn linear(x: &Tensor, weight: &Tensor, groups: &Groups) -> Result<Ten
     })
 }
 
+/// The row of each group in a stack `[groups, out]`, once for each row of the group: `[rows, out]`.
+pub(crate) fn spread(stack: &Tensor, groups: &Groups) -> Result<Tensor> {
+    let mut ids = vec![0u32; groups.ranges.last().map_or(0, |last| last.end)];
+    for (group, rows) in groups.filled() {
+        ids[rows].fill(group as u32);
+    }
+    let ids = Tensor::from_slice(&ids, ids.len(), stack.device())?;
+    Ok(stack.contiguous()?.index_select(&ids, 0)?)
+}
+
+/// Adds the sum of each group's rows of `grad` to the gradient of a stack `[groups, out]`, without
+/// ending the use. The gradient of a group without rows is zero.
+pub(crate) fn bias_grad(bias: &Parameter, grad: &Tensor, groups: &Groups) -> Result<()> {
+    if !bias.takes_grad() {
+        return Ok(());
+    }
+    let grad = to_accumulation_dtype(grad)?;
+    let sum = |rows: &Range<usize>| -> Result<Tensor> {
+        match rows.is_empty() {
+            true => Ok(Tensor::zeros(grad.dim(D::Minus1)?, grad.dtype(), grad.device())?),
+            false => Ok(some(&grad, rows)?.sum(0)?),
+        }
+    };
+    let sums = groups.ranges.iter().map(sum).collect::<Result<Vec<_>>>()?;
+    bias.accumulate(&Tensor::stack(&sums, 0)?)
+}
+
 /// The gradient of the input of some [`linear`]s, the sum of `grad weight[group]` over the pairs of
 /// `grad` (`[rows, out]`) and `weight`.
 pub(crate) fn input_grad(pairs: &[(&Tensor, &Tensor)], groups: &Groups) -> Result<Tensor> {

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use candle_core::{D, Device, Tensor};
+use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 
 use crate::Result;
@@ -15,7 +15,7 @@ use fulgurite_engine::execution::{dry_run, read};
 /// expert by row, so every sum over them has one order.
 #[derive(Debug)]
 pub(crate) struct Routing {
-    /// The experts of each row, the likeliest first: `[rows * per_row]`.
+    /// The experts of each row, the best first: `[rows * per_row]`.
     pub(crate) experts: Vec<u32>,
     /// Number of experts of a row.
     pub(crate) per_row: usize,
@@ -30,15 +30,19 @@ pub(crate) struct Routing {
 }
 
 impl Routing {
-    /// Chooses the `per_row` likeliest of the experts in each row of `probabilities`
-    /// (`[rows, experts]`, f32 or f64); of equally likely ones those of lower index. Reads the
-    /// probabilities to the host.
-    pub(crate) fn of(probabilities: &Tensor, per_row: usize) -> Result<Self> {
-        let (rows, experts) = probabilities.dims2()?;
+    /// Chooses the `per_row` best of the experts in each row of `scores` (`[rows, experts]`, f32 or
+    /// f64), within the best groups if there are groups; of equally good ones those of lower index.
+    /// Reads the scores to the host.
+    pub(crate) fn of(
+        scores: &Tensor,
+        per_row: usize,
+        groups: Option<ExpertGroups>,
+    ) -> Result<Self> {
+        let (rows, experts) = scores.dims2()?;
         let chosen = match dry_run::is_on() {
-            // Evenly, as in a mixture that is in balance: the probabilities are not computed.
+            // Evenly, as in a mixture that is in balance: the scores are not computed.
             true => (0..rows * per_row).map(|choice| (choice % experts) as u32).collect(),
-            false => likeliest(probabilities, per_row)?,
+            false => with_scores(scores, Best { experts, per_row, groups })?,
         };
         Ok(Self::sorted(chosen, experts, per_row))
     }
@@ -100,53 +104,96 @@ impl Routing {
     }
 }
 
-/// The probabilities on the host, `f` of them, in f32 or f64.
-pub(crate) fn with_probabilities<R>(probabilities: &Tensor, f: impl Probabilities<R>) -> Result<R> {
-    let probabilities = probabilities.detach().contiguous()?;
-    with_float!(probabilities.dtype(), T => match probabilities.device().is_cpu() {
-        true => Ok(f.call(host(&probabilities)?.slice::<T>()?)),
-        false => Ok(f.call(&read::vec1::<T>(&probabilities.flatten_all()?, "routing")?)),
+/// The scores on the host, `f` of them, in f32 or f64.
+pub(crate) fn with_scores<R>(scores: &Tensor, f: impl Scores<R>) -> Result<R> {
+    let scores = scores.detach().contiguous()?;
+    with_float!(scores.dtype(), T => match scores.device().is_cpu() {
+        true => Ok(f.call(host(&scores)?.slice::<T>()?)),
+        false => Ok(f.call(&read::vec1::<T>(&scores.flatten_all()?, "routing")?)),
     })
 }
 
-/// A function of probabilities in any float.
-pub(crate) trait Probabilities<R> {
-    fn call<T: Float>(self, probabilities: &[T]) -> R;
+/// A function of scores in any float.
+pub(crate) trait Scores<R> {
+    fn call<T: Float>(self, scores: &[T]) -> R;
 }
 
-struct Likeliest {
+/// Groups of experts, as in DeepSeek-V3. The experts of a row are chosen within the groups whose
+/// two best scores have the largest sums.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExpertGroups {
+    /// Number of groups: neighbouring experts, equally many in each.
+    pub count: usize,
+    /// Number of groups that a row's experts may be in.
+    pub per_row: usize,
+}
+
+impl ExpertGroups {
+    /// Returns a contradiction to the numbers of experts, in words.
+    pub fn problem(self, experts: usize, experts_per_row: usize) -> Option<String> {
+        let Self { count, per_row } = self;
+        if count == 0 || !experts.is_multiple_of(count) {
+            return Some(format!(
+                "{experts} experts cannot be divided into {count} groups; the number of groups must divide that of \
+                 experts"
+            ));
+        }
+        let size = experts / count;
+        if size < 2 {
+            return Some(format!(
+                "groups of one expert have no two best scores; use at most {} groups for {experts} experts",
+                experts / 2
+            ));
+        }
+        if !(1..=count).contains(&per_row) {
+            return Some(format!(
+                "a row cannot use {per_row} of {count} groups; expected 1 to {count}"
+            ));
+        }
+        match experts_per_row > per_row * size {
+            false => None,
+            true => Some(format!(
+                "a row cannot use {experts_per_row} of the {} experts in its groups ({per_row} of {size} experts \
+                 each)",
+                per_row * size
+            )),
+        }
+    }
+}
+
+struct Best {
     experts: usize,
     per_row: usize,
+    groups: Option<ExpertGroups>,
 }
 
-impl Probabilities<Vec<u32>> for Likeliest {
-    fn call<T: Float>(self, probabilities: &[T]) -> Vec<u32> {
-        let Self { experts, per_row } = self;
-        let rows = probabilities.len() / experts;
+impl Scores<Vec<u32>> for Best {
+    fn call<T: Float>(self, scores: &[T]) -> Vec<u32> {
+        let Self { experts, per_row, groups } = self;
+        let rows = scores.len() / experts;
         let mut chosen = vec![0; rows * per_row];
         let piece = rows_per_piece(rows);
         let pieces = chosen.par_chunks_mut(piece * per_row);
-        pieces.zip(probabilities.par_chunks(piece * experts)).for_each(|(chosen, all)| {
+        pieces.zip(scores.par_chunks(piece * experts)).for_each(|(chosen, all)| {
             for (chosen, row) in chosen.chunks_exact_mut(per_row).zip(all.chunks_exact(experts)) {
-                choose(chosen, row);
+                match groups {
+                    None => choose(chosen, row, |_| true),
+                    Some(groups) => choose_in_groups(chosen, row, groups),
+                }
             }
         });
         chosen
     }
 }
 
-fn likeliest(probabilities: &Tensor, per_row: usize) -> Result<Vec<u32>> {
-    let experts = probabilities.dim(D::Minus1)?;
-    with_probabilities(probabilities, Likeliest { experts, per_row })
-}
-
-/// Writes the indices of the largest elements of `row`, the largest first, equal ones in order.
-fn choose<T: Float>(chosen: &mut [u32], row: &[T]) {
+/// Writes the indices of the largest `allowed` elements of `row`, the largest first, equal elements
+/// in order.
+fn choose<T: Float>(chosen: &mut [u32], row: &[T], allowed: impl Fn(usize) -> bool) {
     for i in 0..chosen.len() {
         let mut best: Option<usize> = None;
-        for (expert, &probability) in row.iter().enumerate() {
-            let is_taken = chosen[..i].contains(&(expert as u32));
-            if !is_taken && best.is_none_or(|best| probability > row[best]) {
+        for (expert, &score) in row.iter().enumerate() {
+            let is_free = allowed(expert) && !chosen[..i].contains(&(expert as u32));
+            if is_free && best.is_none_or(|best| score > row[best]) {
                 best = Some(expert);
             }
         }
@@ -155,13 +202,57 @@ fn choose<T: Float>(chosen: &mut [u32], row: &[T]) {
     }
 }
 
+fn choose_in_groups<T: Float>(chosen: &mut [u32], row: &[T], groups: ExpertGroups) {
+    let size = row.len() / groups.count;
+    let two_best = |group: &[T]| {
+        let mut best = [0; 2];
+        choose(&mut best, group, |_| true);
+        group[best[0] as usize] + group[best[1] as usize]
+    };
+    let scores: Vec<T> = row.chunks_exact(size).map(two_best).collect();
+    let mut kept = vec![0; groups.per_row];
+    choose(&mut kept, &scores, |_| true);
+    choose(chosen, row, |expert| kept.contains(&((expert / size) as u32)));
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn routing(rows: &[[f32; 4]], per_row: usize) -> Routing {
         let rows = Tensor::from_vec(rows.concat(), (rows.len(), 4), &Device::Cpu).unwrap();
-        Routing::of(&rows, per_row).unwrap()
+        Routing::of(&rows, per_row, None).unwrap()
+    }
+
+    #[test]
+    fn groups_are_chosen_by_their_two_best() {
+        let rows = [
+            // The best expert is in the second group, and the best pair in the third.
+            [0.1f32, 0.1, 0.9, 0.0, 0.5, 0.6],
+            // Equal groups: the first, and within it equal experts in order.
+            [0.3, 0.3, 0.3, 0.3, 0.3, 0.3],
+        ];
+        let rows = Tensor::new(&rows, &Device::Cpu).unwrap();
+        let chosen = |per_row, groups: [usize; 2]| {
+            let [count, kept] = groups;
+            let groups = Some(ExpertGroups { count, per_row: kept });
+            Routing::of(&rows, per_row, groups).unwrap().experts
+        };
+        assert_eq!(chosen(2, [3, 1]), [5, 4, 0, 1]);
+        assert_eq!(chosen(2, [3, 2]), [2, 5, 0, 1]);
+        assert_eq!(chosen(3, [2, 1]), [5, 4, 3, 0, 1, 2]);
+        assert_eq!(chosen(2, [1, 1]), [2, 5, 0, 1]);
+    }
+
+    #[test]
+    fn scores_of_nan_stay_in_their_groups() {
+        let rows = [[f32::NAN, f32::NEG_INFINITY, 1.0, f32::NAN], [f32::NAN; 4]];
+        let rows = Tensor::new(&rows, &Device::Cpu).unwrap();
+        let groups = Some(ExpertGroups { count: 2, per_row: 1 });
+        let found = Routing::of(&rows, 2, groups).unwrap().experts;
+        for row in found.chunks(2) {
+            assert!(row[0] / 2 == row[1] / 2 && row[0] != row[1], "{found:?}");
+        }
     }
 
     #[test]
@@ -209,7 +300,7 @@ mod tests {
     #[test]
     fn no_rows_have_no_choices() {
         let none = Tensor::zeros((0, 4), candle_core::DType::F32, &Device::Cpu).unwrap();
-        let found = Routing::of(&none, 2).unwrap();
+        let found = Routing::of(&none, 2, None).unwrap();
         assert_eq!((found.len(), found.ranges.len()), (0, 4));
     }
 }

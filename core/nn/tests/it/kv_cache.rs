@@ -17,6 +17,7 @@ fn config() -> AttentionConfig {
         rope: Some(Rope::new(8, 1e4).unwrap()),
         window: Some(7),
         softcap: Some(3.0),
+        sinks: true,
         ..AttentionConfig::new(32, 4)
     }
 }

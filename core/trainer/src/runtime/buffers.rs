@@ -1,9 +1,10 @@
-//! Makes the buffers of data-parallel ranks equal after each step.
+//! Changes buffers after each step, and makes them equal on data-parallel ranks.
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_config::ConfigType;
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::collective::{Collective, ReduceOp};
+use fulgurite_engine::execution::read;
 use serde::{Deserialize, Serialize};
 
 use super::StrategyRuntime;
@@ -31,6 +32,29 @@ impl ConfigType for SyncBuffers {
 }
 
 impl StrategyRuntime {
+    /// Calls the layers' [work after a step](fulgurite_engine::module::AfterStep), with sums over
+    /// the ranks along `dim`. Collective over these ranks if the model has such layers.
+    pub(super) fn after_step(&self, dim: &str) -> Result<()> {
+        let layers = self.tree()?.after_step();
+        if layers.is_empty() {
+            return Ok(());
+        }
+        let own: Vec<Vec<f64>> = layers.iter().map(|layer| layer.take()).collect();
+        let mut sums = own.concat();
+        let group = self.mesh().group(dim)?;
+        if group.size() > 1 {
+            let packed = Tensor::from_slice(&sums, sums.len(), &Device::Cpu)?;
+            group.run(Collective::all_reduce(&packed, ReduceOp::Sum))?;
+            sums = read::host(&packed)?;
+        }
+        let mut start = 0;
+        for (layer, own) in layers.iter().zip(&own) {
+            layer.update(&sums[start..start + own.len()])?;
+            start += own.len();
+        }
+        Ok(())
+    }
+
     /// Makes buffers equal over the ranks along `dim`: all data-parallel ranks (`DP_CP`), or the
     /// ranks of one replica (`DP_SHARD_CP`). Collective over these ranks if the model has buffers.
     pub(super) fn synchronise_buffers(&self, dim: &str) -> Result<()> {

@@ -198,7 +198,9 @@ impl StrategyRuntime {
         state.strategy.finish_step(context)?;
         // Replicas that train separately keep their own buffers until they synchronise.
         let differ = state.extensions().replicas_differ();
-        self.synchronise_buffers(if differ { DP_SHARD_CP } else { DP_CP })
+        let dim = if differ { DP_SHARD_CP } else { DP_CP };
+        self.after_step(dim)?;
+        self.synchronise_buffers(dim)
     }
 
     /// Discards a step that failed before the optimizers' updates, so that the step can begin
@@ -207,6 +209,7 @@ impl StrategyRuntime {
         let context = self.context()?;
         let state = &mut *self.lock_state()?;
         context.slots.iter().for_each(ParameterSlot::abandon_backward);
+        context.tree.after_step().iter().for_each(|layer| drop(layer.take()));
         (0..state.steps.len()).for_each(|optimizer| state.clear_gradients(context, optimizer));
         if state.extensions().abandon_step(context)? {
             return Ok(());

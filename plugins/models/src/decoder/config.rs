@@ -2,7 +2,10 @@
 
 use fulgurite_engine::parameter::Init;
 use fulgurite_error::{Error, Result};
-use fulgurite_nn::{AttentionConfig, MixtureOfExpertsConfig, QkNorm, RopeConfig};
+use fulgurite_nn::{
+    AttentionConfig, ExpertActivation, LatentAttentionConfig, MixtureOfExpertsConfig, QkNorm, Rope,
+    RopeConfig, RouterConfig, SharedExpertConfig,
+};
 
 use crate::layers::{FeedForward, NormKind};
 
@@ -32,6 +35,43 @@ pub struct LayerConfig {
     pub has_experts: bool,
 }
 
+/// The values of the experts' loads that training logs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LoadLog {
+    /// None.
+    None,
+    /// Three values for all layers together.
+    Summary,
+    /// Three values for each layer.
+    Layers,
+    /// Three values for each layer, and the share of each expert.
+    Experts,
+}
+
+/// The sizes of multi-head latent attention. See [`LatentAttentionConfig`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LatentConfig {
+    /// Width of the projection that queries come from, if there is one.
+    pub q_lora_rank: Option<usize>,
+    /// Width of the projection that keys and values come from.
+    pub kv_lora_rank: usize,
+    /// Elements of a head's queries and keys without positions.
+    pub qk_nope_head_dim: usize,
+    /// Rotated elements of a head's queries and keys.
+    pub qk_rope_head_dim: usize,
+    /// Elements of a head's values.
+    pub v_head_dim: usize,
+    /// Whether neighbouring elements are rotated as pairs.
+    pub rope_interleave: bool,
+}
+
+impl LatentConfig {
+    /// Elements of a head with which attention is computed.
+    pub(crate) fn head_dim(&self) -> usize {
+        (self.qk_nope_head_dim.saturating_add(self.qk_rope_head_dim)).max(self.v_head_dim)
+    }
+}
+
 /// The mixtures of experts of a decoder.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ExpertsConfig {
@@ -41,8 +81,17 @@ pub struct ExpertsConfig {
     pub experts_per_token: usize,
     /// Width inside each expert.
     pub intermediate_size: usize,
-    /// Whether the weights of a token's experts are divided by their sum.
-    pub normalize: bool,
+    /// The choice of a token's experts, and their weights.
+    pub router: RouterConfig,
+    /// The function inside experts; `None` for the activation of
+    /// [`feed_forward`](DecoderConfig::feed_forward).
+    pub activation: Option<ExpertActivation>,
+    /// Whether the experts' projections have biases.
+    pub bias: bool,
+    /// An expert that computes every token.
+    pub shared: Option<SharedExpertConfig>,
+    /// The values of the experts' loads that training logs.
+    pub load_log: LoadLog,
     /// The factor of the [loss that balances experts](fulgurite_nn::load_balancing_loss) in
     /// [`Decoder::loss`](super::Decoder::loss); `None` leaves it out.
     pub balance: Option<f64>,
@@ -69,10 +118,15 @@ pub struct DecoderConfig {
     pub qk_norm: Option<QkNorm>,
     /// Soft limit of the attention scores.
     pub attention_softcap: Option<f64>,
+    /// Whether each head has an attention sink.
+    pub sinks: bool,
+    /// Multi-head latent attention in place of grouped heads. Then
+    /// [`qkv_bias`](Self::qkv_bias) is about its first projections, and
+    /// [`head_dim`](Self::head_dim) the width with which attention is computed.
+    pub latent: Option<LatentConfig>,
     /// The feed-forward block of layers without experts.
     pub feed_forward: FeedForward,
-    /// The mixtures of experts, if layers have any. Their activation is that of the feed-forward
-    /// block.
+    /// The mixtures of experts, if layers have any.
     pub experts: Option<ExpertsConfig>,
     /// The kind of all norms.
     pub norm: NormKind,
@@ -120,6 +174,8 @@ impl DecoderConfig {
             output_bias: false,
             qk_norm: None,
             attention_softcap: None,
+            sinks: false,
+            latent: None,
             feed_forward,
             experts: None,
             norm: NormKind::Rms,
@@ -158,8 +214,10 @@ impl DecoderConfig {
             intermediate_size: experts.intermediate_size,
             num_experts: experts.num_experts,
             experts_per_row: experts.experts_per_token,
-            normalize: experts.normalize,
-            activation: self.feed_forward.activation,
+            router: experts.router,
+            activation: experts.activation.unwrap_or(self.feed_forward.activation.into()),
+            bias: experts.bias,
+            shared: experts.shared,
             init: Some(self.init()),
         })
     }
@@ -196,10 +254,37 @@ impl DecoderConfig {
             output_bias: self.output_bias,
             qk_norm: self.qk_norm,
             softcap: self.attention_softcap,
+            sinks: self.sinks,
             scale: layer.scale,
             window: layer.window,
             init: Some(self.init()),
             ..AttentionConfig::new(self.hidden_size, self.num_heads)
         }
+    }
+
+    /// The latent attention of a layer, if the decoder has it.
+    pub(crate) fn latent_attention(
+        &self,
+        layer: LayerConfig,
+        rope: Option<&Rope>,
+    ) -> Result<Option<LatentAttentionConfig>> {
+        let Some(latent) = self.latent else { return Ok(None) };
+        let missing = || Error::other("latent attention needs a rotary embedding");
+        Ok(Some(LatentAttentionConfig {
+            hidden_size: self.hidden_size,
+            num_heads: self.num_heads,
+            q_lora_rank: latent.q_lora_rank,
+            kv_lora_rank: latent.kv_lora_rank,
+            qk_nope_head_dim: latent.qk_nope_head_dim,
+            qk_rope_head_dim: latent.qk_rope_head_dim,
+            v_head_dim: latent.v_head_dim,
+            rope: rope.ok_or_else(missing)?.clone(),
+            rope_interleave: latent.rope_interleave,
+            scale: layer.scale,
+            bias: self.qkv_bias,
+            // As in `transformers`, `rms_norm_eps` does not reach these norms.
+            norm_eps: 1e-6,
+            init: Some(self.init()),
+        }))
     }
 }

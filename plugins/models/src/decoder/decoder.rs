@@ -7,12 +7,12 @@ use fulgurite_engine::module::{ForwardScope, Module as _, ModuleBuilder, Unit, s
 use fulgurite_engine::parallel::ContextParallel;
 use fulgurite_error::{Error, Result, counted};
 use fulgurite_nn::{
-    AttentionConfig, CachedTokens, CrossEntropy, Documents, Dropout, Embedding, Linear,
+    AttentionConfig, CachedTokens, CrossEntropy, Documents, Dropout, Embedding, ExpertLoad, Linear,
     LinearCrossEntropy, Loss, Rope, cross_entropy, linear_cross_entropy, linear_predicted_classes,
     load_balancing_loss,
 };
 
-use super::config::DecoderConfig;
+use super::config::{DecoderConfig, LoadLog};
 use super::edges;
 use super::layer::DecoderLayer;
 use crate::layers::{Norm, check_length};
@@ -34,6 +34,7 @@ pub struct Decoder {
     ropes: Vec<Rope>,
     /// The number of a token's experts and the factor of the loss that balances experts.
     balance: Option<(usize, f64)>,
+    load_log: LoadLog,
 }
 
 impl Decoder {
@@ -110,6 +111,7 @@ impl Decoder {
             max_positions: config.max_positions,
             ropes,
             balance: None,
+            load_log: config.experts.map_or(LoadLog::None, |experts| experts.load_log),
         })
     }
 
@@ -162,6 +164,17 @@ impl Decoder {
     /// Returns why the model cannot continue a prompt by up to `new_tokens` tokens.
     pub(crate) fn prompt_problem(&self, ids: &[u32], new_tokens: usize) -> Option<String> {
         prompt_problem(ids, new_tokens, self.vocab_size(), self.max_positions, &self.ropes)
+    }
+
+    /// The loads of experts, with the indices of their layers.
+    pub(crate) fn expert_loads(&self) -> impl Iterator<Item = (usize, &ExpertLoad)> {
+        let loads = self.layers.iter().map(|layer| layer.module().load());
+        loads.enumerate().filter_map(|(i, load)| Some((i, load?)))
+    }
+
+    /// The values of the loads that training logs.
+    pub(crate) fn load_log(&self) -> LoadLog {
+        self.load_log
     }
 
     /// The number of tokens that the model knows.

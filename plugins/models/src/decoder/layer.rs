@@ -3,7 +3,9 @@
 use candle_core::Tensor;
 use fulgurite_engine::module::{Module as _, ModuleBuilder};
 use fulgurite_error::Result;
-use fulgurite_nn::{AttentionConfig, CausalSelfAttention, Dropout, MixtureOfExperts};
+use fulgurite_nn::{
+    AttentionConfig, CausalSelfAttention, Dropout, ExpertLoad, LatentAttention, MixtureOfExperts,
+};
 
 use super::config::{DecoderConfig, LayerConfig, NormPlacement};
 use crate::layers::{MlpBlock, Norm};
@@ -13,24 +15,52 @@ use crate::layers::{MlpBlock, Norm};
 #[derive(Debug)]
 pub(crate) struct DecoderLayer {
     norms: Norms,
-    self_attn: CausalSelfAttention,
+    self_attn: Attention,
     mlp: FeedForwardBlock,
     dropout: [Dropout; 2],
     /// Whether the router's logits are wanted.
     gives_logits: bool,
 }
 
+/// The attention of a layer.
+#[derive(Debug)]
+enum Attention {
+    Grouped(Box<CausalSelfAttention>),
+    Latent(Box<LatentAttention>),
+}
+
+impl Attention {
+    fn new(
+        b: &ModuleBuilder,
+        config: &DecoderConfig,
+        layer: LayerConfig,
+        attention: &AttentionConfig,
+    ) -> Result<Self> {
+        Ok(match config.latent_attention(layer, attention.rope.as_ref())? {
+            Some(latent) => Self::Latent(Box::new(LatentAttention::new(b, &latent)?)),
+            None => Self::Grouped(Box::new(CausalSelfAttention::new(b, attention)?)),
+        })
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Grouped(attention) => attention.forward(x),
+            Self::Latent(attention) => attention.forward(x),
+        }
+    }
+}
+
 /// The feed-forward block.
 #[derive(Debug)]
 enum FeedForwardBlock {
     Dense(MlpBlock),
-    Experts(MixtureOfExperts),
+    Experts(Box<MixtureOfExperts>),
 }
 
 impl FeedForwardBlock {
     fn new(b: &ModuleBuilder, config: &DecoderConfig, layer: LayerConfig) -> Result<Self> {
         Ok(match config.mixture(layer) {
-            Some(mixture) => Self::Experts(MixtureOfExperts::new(b, &mixture)?),
+            Some(mixture) => Self::Experts(Box::new(MixtureOfExperts::new(b, &mixture)?)),
             None => {
                 let (width, init) = (config.hidden_size, config.init());
                 Self::Dense(MlpBlock::new(b, width, config.feed_forward, init)?)
@@ -66,7 +96,7 @@ impl DecoderLayer {
             NormPlacement::After => None,
             _ => Some(norm("input_layernorm")?),
         };
-        let self_attn = CausalSelfAttention::new(&b.pp("self_attn"), attention)?;
+        let self_attn = Attention::new(&b.pp("self_attn"), config, layer, attention)?;
         let second = norm("post_attention_layernorm")?;
         let third = match placement {
             NormPlacement::Around => Some(norm("pre_feedforward_layernorm")?),
@@ -84,6 +114,14 @@ impl DecoderLayer {
         };
         let dropout = [dropout("attn_dropout")?, dropout("mlp_dropout")?];
         Ok(Self { norms, self_attn, mlp, dropout, gives_logits: config.balance().is_some() })
+    }
+
+    /// The loads of the layer's experts, if it has any.
+    pub(crate) fn load(&self) -> Option<&ExpertLoad> {
+        match &self.mlp {
+            FeedForwardBlock::Dense(_) => None,
+            FeedForwardBlock::Experts(mlp) => Some(mlp.load()),
+        }
     }
 
     fn attend(&self, x: &Tensor) -> Result<Tensor> {

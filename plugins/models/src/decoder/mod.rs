@@ -6,5 +6,5 @@ mod decoder;
 mod edges;
 mod layer;
 
-pub use config::{DecoderConfig, ExpertsConfig, LayerConfig, NormPlacement};
+pub use config::{DecoderConfig, ExpertsConfig, LatentConfig, LayerConfig, LoadLog, NormPlacement};
 pub use decoder::Decoder;

@@ -5,7 +5,7 @@ use fulgurite_nn::{Activation, RopeScaling};
 
 use super::Description;
 use crate::config::{Reader, RopeDefaults};
-use crate::decoder::{DecoderConfig, ExpertsConfig, LayerConfig};
+use crate::decoder::{DecoderConfig, LayerConfig};
 use crate::encoder::{ClassifierConfig, Pooling};
 use crate::layers::{FeedForward, activation};
 use crate::weights::WeightLayout;
@@ -24,6 +24,8 @@ pub(super) struct Defaults {
     pub(super) kv_heads: Option<usize>,
     /// The type of layer whose rotary embedding is the first of the decoder's.
     pub(super) layer_type: Option<&'static str>,
+    /// The rotated part of a head, without a key for it.
+    pub(super) partial: f64,
     /// The key of the rotated part of a head, for families that rotate a part.
     pub(super) partial_key: Option<&'static str>,
     /// The longest sequence before the rotary embedding was scaled, without a key for it, where a
@@ -41,6 +43,7 @@ impl Defaults {
         head_dim: None,
         kv_heads: None,
         layer_type: None,
+        partial: 1.0,
         partial_key: None,
         original_max_positions: None,
     };
@@ -69,20 +72,28 @@ fn heads(reader: &Reader<'_>, hidden_size: usize, defaults: &Defaults) -> Result
     Ok([heads, kv_heads, head_dim])
 }
 
+/// Llama's feed-forward block. `activation`: its key, and its default.
+pub(super) fn gated(
+    reader: &Reader<'_>,
+    (key, default): (&str, &'static str),
+) -> Result<FeedForward> {
+    Ok(FeedForward {
+        intermediate_size: reader.size("intermediate_size")?,
+        gated: true,
+        activation: reader.activation(key, default)?,
+        bias: false,
+    })
+}
+
 /// A decoder with Llama's keys.
 pub(super) fn decoder(reader: &Reader<'_>, defaults: &Defaults) -> Result<DecoderConfig> {
     let hidden_size = reader.size("hidden_size")?;
     let num_layers = reader.size("num_hidden_layers")?;
     let heads = heads(reader, hidden_size, defaults)?;
-    let (key, default) = defaults.activation;
-    let feed_forward = FeedForward {
-        intermediate_size: reader.size("intermediate_size")?,
-        gated: true,
-        activation: reader.activation(key, default)?,
-        bias: false,
-    };
-    let Defaults { layer_type, partial_key, original_max_positions, .. } = *defaults;
+    let feed_forward = gated(reader, defaults.activation)?;
+    let Defaults { layer_type, partial, partial_key, original_max_positions, .. } = *defaults;
     let rope = RopeDefaults {
+        partial,
         partial_key,
         layer_type,
         original_max_positions,
@@ -202,76 +213,6 @@ pub(super) fn described(config: DecoderConfig) -> Description {
 }
 
 /// The layout of files with the names of decoders.
-fn layout() -> WeightLayout {
+pub(super) fn layout() -> WeightLayout {
     WeightLayout::new("model").ignore("*.rotary_emb.inv_freq")
-}
-
-/// The mixtures of experts of a family, with its defaults for the numbers that keys set.
-pub(super) struct Experts {
-    /// Number of experts.
-    pub(super) number: usize,
-    pub(super) per_token: usize,
-    pub(super) intermediate_size: usize,
-    pub(super) normalize: bool,
-}
-
-/// The names of experts in files.
-pub(super) struct ExpertFiles {
-    /// The block of a layer.
-    pub(super) block: &'static str,
-    /// The projections of the model, with their names in files.
-    pub(super) projections: [(&'static str, &'static str); 3],
-}
-
-/// A decoder with mixtures of experts.
-pub(super) fn experts(
-    reader: &Reader<'_>,
-    mut config: DecoderConfig,
-    defaults: Experts,
-    files: ExpertFiles,
-) -> Result<Description> {
-    // `transformers` takes either name.
-    let (key, number) = match reader.optional_size("num_local_experts")? {
-        Some(number) => ("num_local_experts", Some(number)),
-        None => ("num_experts", None),
-    };
-    let other = reader.optional_size("num_experts")?;
-    if let (Some(number), Some(other)) = (number, other)
-        && number != other
-    {
-        let message = format!("is {number}, and `num_experts` is {other}; leave one of them out");
-        return Err(reader.wrong(key, message));
-    }
-    let num_experts = number.or(other).unwrap_or(defaults.number);
-    let experts_per_token = reader.size_or("num_experts_per_tok", defaults.per_token)?;
-    if experts_per_token > num_experts {
-        let message = format!(
-            "a token cannot be computed by {experts_per_token} of {num_experts} experts (`{key}`)"
-        );
-        return Err(reader.wrong("num_experts_per_tok", message));
-    }
-    let factor = reader.number_or("router_aux_loss_coef", 0.001)?;
-    if !(factor >= 0.0 && factor.is_finite()) {
-        let message = format!("is {factor}; expected a number of at least 0");
-        return Err(reader.wrong("router_aux_loss_coef", message));
-    }
-    let is_balanced = reader.flag_or("output_router_logits", false)?;
-    config.experts = Some(ExpertsConfig {
-        num_experts,
-        experts_per_token,
-        intermediate_size: defaults.intermediate_size,
-        normalize: defaults.normalize,
-        balance: is_balanced.then_some(factor),
-    });
-    let (ours, theirs) = ("model.layers.*.mlp", format!("model.layers.*.{}", files.block));
-    let mut weights = layout();
-    if files.block != "mlp" {
-        weights = weights.rename(&format!("{ours}.gate.weight"), &format!("{theirs}.gate.weight"));
-    }
-    for (own, file) in files.projections {
-        let (model, file) =
-            (format!("{ours}.experts.{own}.weight"), format!("{theirs}.experts.#.{file}.weight"));
-        weights = weights.stack(&model, &file, num_experts);
-    }
-    Ok(Description::decoder(config, weights))
 }

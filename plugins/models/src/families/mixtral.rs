@@ -6,8 +6,10 @@
 use fulgurite_error::Result;
 
 use super::Description;
-use super::common::{Defaults, ExpertFiles, Experts, decoder, experts, set_windows};
+use super::common::{Defaults, decoder, set_windows};
+use super::experts::{ExpertFiles, NUMBER, balance, mixture, numbers};
 use crate::config::Reader;
+use crate::decoder::ExpertsConfig;
 
 pub(super) fn mixtral(reader: &Reader<'_>) -> Result<Description> {
     let defaults = Defaults {
@@ -22,11 +24,16 @@ pub(super) fn mixtral(reader: &Reader<'_>) -> Result<Description> {
     set_windows(&mut config.layers, |_| true, window);
     config.layers.iter_mut().for_each(|layer| layer.has_experts = true);
     reader.fixed("router_jitter_noise", 0.0)?;
-    let intermediate_size = config.feed_forward.intermediate_size;
-    let defaults = Experts { number: 8, per_token: 2, intermediate_size, normalize: true };
+    let width = config.feed_forward.intermediate_size;
+    let experts = ExpertsConfig {
+        balance: balance(reader)?,
+        ..mixture(reader, numbers(reader, NUMBER, [8, 2])?, width)?
+    };
     let files = ExpertFiles {
         block: "block_sparse_moe",
         projections: [("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")],
     };
-    experts(reader, config, defaults, files)
+    let weights = files.layout(&experts);
+    config.experts = Some(experts);
+    Ok(Description::decoder(config, weights))
 }

@@ -6,9 +6,13 @@
 
 mod bert;
 mod common;
+mod deepseek;
+mod experts;
 mod gemma;
+mod glm;
 mod gpt2;
 mod gpt_neox;
+mod gpt_oss;
 mod llama;
 mod mixtral;
 mod modernbert;
@@ -109,8 +113,12 @@ pub const FAMILIES: &[Family] = &[
     family("mistral", "Mistral", llama::mistral),
     family("mixtral", "Mixtral", mixtral::mixtral),
     family("qwen2", "Qwen2", qwen::qwen2),
+    family("qwen2_moe", "Qwen2Moe", qwen::qwen2_moe),
     family("qwen3", "Qwen3", qwen::qwen3),
     family("qwen3_moe", "Qwen3Moe", qwen::qwen3_moe),
+    family("glm4_moe", "Glm4Moe", glm::glm4_moe),
+    family("deepseek_v3", "DeepseekV3", deepseek::deepseek_v3),
+    family("gpt_oss", "GptOss", gpt_oss::gpt_oss),
     family("gemma", "Gemma", gemma::gemma),
     family("gemma2", "Gemma2", gemma::gemma2),
     family("gemma3_text", "Gemma3Text", gemma::gemma3),

@@ -9,14 +9,17 @@
 //!
 //! Qwen3-MoE is Qwen 3 with a mixture of experts in place of the MLPs of most layers, heads of
 //! `hidden_size / num_attention_heads` without a key for their width, and the window in all layers.
+//! Qwen2-MoE has a shared expert with a gate beside the experts of a token, and the window in every
+//! other of the first `max_window_layers` layers.
 
 use fulgurite_error::Result;
-use fulgurite_nn::{QkNorm, QkNormScope};
+use fulgurite_nn::{QkNorm, QkNormScope, RouterConfig, SharedExpertConfig};
 
 use super::Description;
-use super::common::{Defaults, ExpertFiles, Experts, decoder, described, experts, set_windows};
+use super::common::{Defaults, decoder, described, set_windows};
+use super::experts::{ExpertFiles, NUMBER, balance, mixture, numbers, sparse_layers};
 use crate::config::Reader;
-use crate::decoder::DecoderConfig;
+use crate::decoder::{DecoderConfig, ExpertsConfig};
 
 const DEFAULTS: Defaults =
     Defaults { max_positions: 32_768, kv_heads: Some(32), ..Defaults::LLAMA };
@@ -41,26 +44,42 @@ pub(super) fn qwen3_moe(reader: &Reader<'_>) -> Result<Description> {
     set_windows(&mut config.layers, |_| true, window);
     // `transformers` has the key in files, and no use for it.
     reader.integer_or("max_window_layers", 0)?;
-    let step = reader.size_or("decoder_sparse_step", 1)?;
-    let dense = layers_without_experts(reader)?;
-    for (i, layer) in config.layers.iter_mut().enumerate() {
-        layer.has_experts = (i + 1).is_multiple_of(step) && !dense.contains(&i);
-    }
-    let intermediate_size = reader.size_or("moe_intermediate_size", 768)?;
-    let normalize = reader.flag_or("norm_topk_prob", false)?;
-    let defaults = Experts { number: 128, per_token: 8, intermediate_size, normalize };
-    let projections = ["gate_proj", "up_proj", "down_proj"].map(|name| (name, name));
-    experts(reader, config, defaults, ExpertFiles { block: "mlp", projections })
+    sparse_layers(reader, &mut config)?;
+    let experts = experts(reader, [128, 8], 768)?;
+    Ok(with_experts(config, experts))
 }
 
-/// The indices of layers that have an MLP instead of experts.
-fn layers_without_experts(reader: &Reader<'_>) -> Result<Vec<usize>> {
-    let key = "mlp_only_layers";
-    let indices = reader.list(key)?.into_iter().flatten().map(|index| {
-        let index = index.as_u64().and_then(|index| usize::try_from(index).ok());
-        index.ok_or_else(|| reader.wrong(key, "expected the indices of layers, from 0 on"))
-    });
-    indices.collect()
+/// The mixtures of experts, with defaults for the numbers of experts and their width.
+fn experts(reader: &Reader<'_>, defaults: [usize; 2], width: usize) -> Result<ExpertsConfig> {
+    let width = reader.size_or("moe_intermediate_size", width)?;
+    let normalize = reader.flag_or("norm_topk_prob", false)?;
+    Ok(ExpertsConfig {
+        router: RouterConfig { normalize, ..RouterConfig::default() },
+        balance: balance(reader)?,
+        ..mixture(reader, numbers(reader, NUMBER, defaults)?, width)?
+    })
+}
+
+fn with_experts(config: DecoderConfig, experts: ExpertsConfig) -> Description {
+    let weights = ExpertFiles::OWN.layout(&experts);
+    Description::decoder(DecoderConfig { experts: Some(experts), ..config }, weights)
+}
+
+pub(super) fn qwen2_moe(reader: &Reader<'_>) -> Result<Description> {
+    let mut config = decoder(reader, &Defaults { kv_heads: Some(16), ..DEFAULTS })?;
+    config.qkv_bias = reader.flag_or("qkv_bias", true)?;
+    let uses = reader.flag_or("use_sliding_window", false)?;
+    let window = reader.nullable_size("sliding_window", Some(4096))?.filter(|_| uses);
+    let last = reader.integer_or("max_window_layers", 28)?;
+    // Every other layer, as in `transformers`.
+    let windowed =
+        reader.windowed_layers(config.layers.len(), |i| i.is_multiple_of(2) && i < last)?;
+    set_windows(&mut config.layers, |i| windowed[i], window);
+    sparse_layers(reader, &mut config)?;
+    let intermediate_size = reader.size_or("shared_expert_intermediate_size", 5632)?;
+    let shared = Some(SharedExpertConfig { intermediate_size, gated: true });
+    let experts = ExpertsConfig { shared, ..experts(reader, [60, 4], 1408)? };
+    Ok(with_experts(config, experts))
 }
 
 /// Biases, and the norms of queries and keys.

@@ -12,6 +12,7 @@ use fulgurite_nn::Loss;
 use fulgurite_trainer::metric::{Accuracy, Perplexity};
 use fulgurite_trainer::trainer::{Hooks, LightningModule, StepContext};
 
+use super::expert_load::log_expert_load;
 use crate::config::ModelConfig;
 use crate::decoder::Decoder;
 use crate::weights::MappedSource;
@@ -62,8 +63,10 @@ impl LightningModule for CausalLm {
         Ok(Box::new(MappedSource::new(source, &description.weights)?))
     }
 
-    fn training_step(&mut self, batch: &TokenBatch, _: &mut StepContext) -> Result<Loss> {
-        self.model.loss(&batch.inputs, &batch.targets)
+    fn training_step(&mut self, batch: &TokenBatch, ctx: &mut StepContext) -> Result<Loss> {
+        let loss = self.model.loss(&batch.inputs, &batch.targets)?;
+        log_expert_load(&self.model, ctx);
+        Ok(loss)
     }
 
     fn validation_step(&mut self, batch: &TokenBatch, ctx: &mut StepContext) -> Result<Loss> {

@@ -17,6 +17,7 @@ use fulgurite_trainer::metric::Mean;
 use fulgurite_trainer::trainer::{Hooks, LightningModule, StepContext};
 
 use super::causal_lm::{CausalLm, fit_to_tokens};
+use super::expert_load::log_expert_load;
 use super::grpo_config::GrpoConfig;
 use super::grpo_loss::{Advantages, RewardedTokens};
 use super::reference::{self, Reference};
@@ -421,6 +422,7 @@ impl LightningModule for Grpo {
         let (sequences, tokens) = self.prepare(&answers)?;
         let loss_of = |ctx: &mut StepContext, update: usize| {
             let policy = self.log_probabilities(&self.policy, &sequences)?;
+            log_expert_load(&self.policy, ctx);
             if ctx.is_logged() {
                 self.log_policy(&tokens, &policy, update, ctx)?;
             }

@@ -15,6 +15,7 @@ use fulgurite_trainer::metric::Mean;
 use fulgurite_trainer::trainer::{Hooks, LightningModule, StepContext};
 
 use super::causal_lm::{CausalLm, fit_to_tokens};
+use super::expert_load::log_expert_load;
 use super::reference::{self, Reference, log_probabilities};
 use crate::config::{ModelConfig, Reader};
 use crate::decoder::Decoder;
@@ -218,6 +219,7 @@ impl LightningModule for Kto {
     fn training_step(&mut self, batch: &UnpairedBatch, ctx: &mut StepContext) -> Result<Loss> {
         let found = self.evaluate(batch, ctx.is_padding, ctx.is_logged())?;
         found.log(ctx, "");
+        log_expert_load(&self.policy, ctx);
         Ok(found.loss)
     }
 

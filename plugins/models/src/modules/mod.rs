@@ -23,6 +23,7 @@ mod chat;
 mod classes;
 mod common;
 mod embedding;
+mod expert_load;
 mod grpo;
 mod grpo_config;
 mod grpo_loss;

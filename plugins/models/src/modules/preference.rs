@@ -11,6 +11,7 @@ use fulgurite_nn::Loss;
 use fulgurite_trainer::trainer::{Hooks, LightningModule, StepContext};
 
 use super::causal_lm::{CausalLm, fit_to_tokens};
+use super::expert_load::log_expert_load;
 use super::preference_losses::{Answers, PreferenceLoss};
 use super::reference::{self, Reference, log_probabilities};
 use crate::config::{ModelConfig, Reader};
@@ -181,6 +182,7 @@ impl LightningModule for Preference {
     fn training_step(&mut self, batch: &PreferenceBatch, ctx: &mut StepContext) -> Result<Loss> {
         let (loss, metrics) = self.evaluate(batch)?;
         metrics.into_iter().for_each(|(name, mean)| ctx.log(name, mean));
+        log_expert_load(&self.policy, ctx);
         Ok(loss)
     }
 

@@ -66,11 +66,13 @@ impl<S: TensorSource> ExportedSource<S> {
             });
             let infos = infos.collect::<Result<Vec<_>>>()?;
             let mut shape = infos[0].shape.clone();
+            let View { stacked, transposed, .. } = parts[0].1;
+            let rows = usize::from(stacked);
             if parts.len() > 1 {
-                shape[0] = infos.iter().map(|info| info.shape[0]).sum();
+                shape[rows] = infos.iter().map(|info| info.shape[rows]).sum();
             }
-            if parts[0].1.transposed {
-                shape.reverse();
+            if transposed && shape.len() == rows + 2 {
+                shape.swap(rows, rows + 1);
             }
             tensors.insert(file, (parts, TensorInfo { shape, dtype: infos[0].dtype }));
         }
@@ -97,9 +99,14 @@ impl<S: TensorSource> ExportedSource<S> {
                 let values = values.iter().map(by_head).collect::<Result<Vec<_>>>()?;
                 Tensor::cat(&values, 1)?.flatten(0, 1)?
             }
-            (_, values) => Tensor::cat(values, 0)?,
+            (Rows::Interleaved { .. }, values) => {
+                let rows = usize::from(view.stacked);
+                Tensor::stack(values, rows + 1)?.flatten(rows, rows + 1)?
+            }
+            (_, values) => Tensor::cat(values, usize::from(view.stacked))?,
         };
-        Ok(if view.transposed { joined.t()?.contiguous()? } else { joined })
+        let is_matrix = joined.rank() == 2 + usize::from(view.stacked);
+        Ok(if view.transposed && is_matrix { joined.t()?.contiguous()? } else { joined })
     }
 }
 

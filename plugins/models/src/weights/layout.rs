@@ -24,6 +24,8 @@ pub struct WeightLayout {
     prefix: String,
     /// Ends of names of tensors that are ignored in a file.
     ignored: Vec<String>,
+    /// Beginnings of names of tensors that are ignored in a file.
+    ignored_paths: Vec<String>,
     /// Beginnings of names of tensors of the model that no file has.
     only_in_model: Vec<String>,
     rules: Vec<Rule>,
@@ -53,6 +55,7 @@ impl WeightLayout {
         Self {
             prefix: prefix.to_owned(),
             ignored: Vec::new(),
+            ignored_paths: Vec::new(),
             only_in_model: Vec::new(),
             rules: Vec::new(),
             stacks: Vec::new(),
@@ -63,6 +66,13 @@ impl WeightLayout {
     #[must_use]
     pub fn ignore(mut self, pattern: &str) -> Self {
         self.ignored.push(pattern.trim_start_matches('*').to_owned());
+        self
+    }
+
+    /// Ignores the tensors of a file below the module `path`.
+    #[must_use]
+    pub fn ignore_below(mut self, path: &str) -> Self {
+        self.ignored_paths.push(format!("{path}."));
         self
     }
 
@@ -92,7 +102,7 @@ impl WeightLayout {
     /// The model's matrix `model` is the transposed matrix `file`.
     #[must_use]
     pub fn transpose(self, model: &str, file: &str) -> Self {
-        let view = View { transposed: true, rows: Rows::All };
+        let view = View { stacked: false, transposed: true, rows: Rows::All };
         self.with(file.to_owned(), vec![(model.to_owned(), view)])
     }
 
@@ -120,7 +130,8 @@ impl WeightLayout {
             let parts = parts.iter().map(|(name, len)| {
                 let rows = Rows::Range { start, len: *len };
                 start += len;
-                let view = View { transposed: transposed && kind == "weight", rows };
+                let transposed = transposed && kind == "weight";
+                let view = View { stacked: false, transposed, rows };
                 (format!("{model}.{name}.{kind}"), view)
             });
             let parts = parts.collect();
@@ -142,12 +153,45 @@ impl WeightLayout {
         for kind in ["weight", "bias"] {
             let of = |(part, name): (usize, &&str)| {
                 let rows = Rows::PerHead { part, parts: parts.len(), heads, dim };
-                (format!("{model}.{name}.{kind}"), View { transposed: false, rows })
+                (format!("{model}.{name}.{kind}"), View { stacked: false, transposed: false, rows })
             };
             let parts = parts.iter().enumerate().map(of).collect();
             self = self.with(format!("{file}.{kind}"), parts);
         }
         self
+    }
+
+    /// The tensors `parts` below `model`, stacks of so many rows each, are one tensor `file`, in
+    /// whose matrices the rows of the parts follow each other.
+    #[must_use]
+    pub fn split_stacked(self, model: &str, parts: &[(&str, usize)], file: &str) -> Self {
+        let mut start = 0;
+        let parts = parts.iter().map(|(name, len)| {
+            let rows = Rows::Range { start, len: *len };
+            start += len;
+            (format!("{model}.{name}"), View { stacked: true, transposed: false, rows })
+        });
+        let parts = parts.collect();
+        self.with(file.to_owned(), parts)
+    }
+
+    /// The tensors `parts` below `model` are one tensor `file` of stacked matrices, whose columns
+    /// (elements of stacked vectors) are in turn rows of each part.
+    #[must_use]
+    pub fn interleave_stacked(self, model: &str, parts: &[&str], file: &str) -> Self {
+        let of = |(part, name): (usize, &&str)| {
+            let rows = Rows::Interleaved { part, parts: parts.len() };
+            (format!("{model}.{name}"), View { stacked: true, transposed: true, rows })
+        };
+        let parts = parts.iter().enumerate().map(of).collect();
+        self.with(file.to_owned(), parts)
+    }
+
+    /// The model's stack of matrices `model` has transposed matrices in `file`.
+    #[must_use]
+    pub fn transpose_stacked(self, model: &str, file: &str) -> Self {
+        let view = View { stacked: true, transposed: true, rows: Rows::All };
+        self.with(file.to_owned(), vec![(model.to_owned(), view)])
     }
 
     /// The model's tensor `model` is a stack of `count` tensors of a file. In the pattern `file`,
@@ -180,6 +224,7 @@ impl WeightLayout {
 
     pub(super) fn ignores(&self, file: &str) -> bool {
         self.ignored.iter().any(|end| file.ends_with(end.as_str()))
+            || self.ignored_paths.iter().any(|start| file.starts_with(start.as_str()))
     }
 
     /// The tensors of the model that are made of the file's tensor `file`.
@@ -300,7 +345,11 @@ mod tests {
         assert_eq!(layout.of_file("other"), one("other"));
         let (file, parts) = layout.of_model("model.layers.7.a.k.weight");
         assert_eq!(file, "t.h.7.qk.weight");
-        let rows = |start, len| View { transposed: false, rows: Rows::Range { start, len } };
+        let rows = |start, len| View {
+            stacked: false,
+            transposed: false,
+            rows: Rows::Range { start, len },
+        };
         let expected = [
             ("model.layers.7.a.q.weight".to_owned(), rows(0, 2)),
             ("model.layers.7.a.k.weight".to_owned(), rows(2, 1)),

@@ -101,18 +101,7 @@ impl<S: TensorSource> TensorSource for MappedSource<S> {
         let Some((file, view, _)) = self.tensors.get(name) else {
             return self.source.read(name, region, dtype, device);
         };
-        let part = |region: Region| -> Result<Tensor> {
-            let values = self.source.read(file, &region, dtype, &Device::Cpu)?;
-            match view.transposed {
-                false => Ok(values.flatten_all()?),
-                true => Ok(values.reshape(region.sizes)?.t()?.contiguous()?.flatten_all()?),
-            }
-        };
-        let parts = view.regions(region).into_iter().map(part).collect::<Result<Vec<_>>>()?;
-        let values = match parts.as_slice() {
-            [whole] => whole.clone(),
-            parts => Tensor::cat(parts, 0)?,
-        };
+        let values = view.read(&self.source, file, region, dtype)?;
         Ok(values.to_device(device)?)
     }
 

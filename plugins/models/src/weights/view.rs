@@ -1,10 +1,16 @@
 //! The part of a file's tensor that a tensor of the model is.
 
+use candle_core::{DType, Device, Tensor};
+use fulgurite_checkpoint::TensorSource;
 use fulgurite_engine::shard::Region;
+use fulgurite_error::{Error, Result};
 
 /// Some rows of a file's tensor, which may be transposed. Rows are counted in the model's tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct View {
+    /// Whether the tensors are stacks along their first dimension, of matrices or vectors that the
+    /// rest is about. Vectors are not transposed.
+    pub(crate) stacked: bool,
     /// Whether the file holds the tensor transposed.
     pub(crate) transposed: bool,
     pub(crate) rows: Rows,
@@ -26,14 +32,27 @@ pub(crate) enum Rows {
         heads: usize,
         dim: usize,
     },
+    /// Every row whose index has the remainder `part` after division by `parts`.
+    Interleaved {
+        part: usize,
+        parts: usize,
+    },
 }
 
 impl View {
-    pub(crate) const WHOLE: Self = Self { transposed: false, rows: Rows::All };
+    pub(crate) const WHOLE: Self = Self { stacked: false, transposed: false, rows: Rows::All };
 
     /// The shape of the model's tensor, made of a file's tensor of this shape. `None` if the file's
     /// tensor does not have the rows.
     pub(crate) fn shape(self, file: &[usize]) -> Option<Vec<usize>> {
+        if self.stacked {
+            let (count, each) = file.split_first()?;
+            let of_each =
+                Self { stacked: false, transposed: self.transposed && each.len() > 1, ..self };
+            let mut shape = of_each.shape(each)?;
+            shape.insert(0, *count);
+            return Some(shape);
+        }
         let mut shape = file.to_vec();
         if self.transposed {
             match shape.len() {
@@ -49,13 +68,79 @@ impl View {
             Rows::PerHead { parts, heads, dim, .. } => {
                 (heads * parts * dim == *shape.first()?).then_some(heads * dim)?
             }
+            Rows::Interleaved { parts, .. } => {
+                let rows = *shape.first()?;
+                rows.is_multiple_of(parts).then_some(rows / parts)?
+            }
         };
         shape[0] = rows;
         Some(shape)
     }
 
+    /// Reads the region of the model's tensor from the file's tensor `file`, flat, to the host.
+    ///
+    /// # Errors
+    /// As [`TensorSource::read`].
+    pub(super) fn read(
+        self,
+        source: &impl TensorSource,
+        file: &str,
+        region: &Region,
+        dtype: DType,
+    ) -> Result<Tensor> {
+        if self.stacked {
+            return self.read_stacked(source, file, region, dtype);
+        }
+        let part = |region: Region| -> Result<Tensor> {
+            let values = source.read(file, &region, dtype, &Device::Cpu)?;
+            match self.transposed {
+                false => Ok(values.flatten_all()?),
+                true => Ok(values.reshape(region.sizes)?.t()?.contiguous()?.flatten_all()?),
+            }
+        };
+        let parts = self.regions(region).into_iter().map(part).collect::<Result<Vec<_>>>()?;
+        match parts.as_slice() {
+            [whole] => Ok(whole.clone()),
+            parts => Ok(Tensor::cat(parts, 0)?),
+        }
+    }
+
+    fn read_stacked(
+        self,
+        source: &impl TensorSource,
+        file: &str,
+        region: &Region,
+        dtype: DType,
+    ) -> Result<Tensor> {
+        let (start, len) = (region.offsets[1], region.sizes[1]);
+        let (first, rows) = match self.rows {
+            Rows::All => (start, len),
+            Rows::Range { start: first, .. } => (first + start, len),
+            Rows::Interleaved { parts, .. } => (start * parts, len * parts),
+            Rows::PerHead { .. } => return Err(Error::other("stacks have no rows of heads")),
+        };
+        let mut of_file = region.clone();
+        (of_file.offsets[1], of_file.sizes[1]) = (first, rows);
+        let transposed = self.transposed && of_file.sizes.len() == 3;
+        if transposed {
+            of_file.offsets.swap(1, 2);
+            of_file.sizes.swap(1, 2);
+        }
+        let values = source.read(file, &of_file, dtype, &Device::Cpu)?;
+        let mut values = values.reshape(of_file.sizes)?;
+        if transposed {
+            values = values.transpose(1, 2)?.contiguous()?;
+        }
+        if let Rows::Interleaved { part, parts } = self.rows {
+            let mut shape = region.sizes.clone();
+            shape.insert(2, parts);
+            values = values.reshape(shape)?.narrow(2, part, 1)?;
+        }
+        Ok(values.contiguous()?.flatten_all()?)
+    }
+
     /// The parts of the file's tensor that hold the region of the model's, one after the other in
-    /// its rows.
+    /// its rows. Not for stacks.
     pub(crate) fn regions(self, region: &Region) -> Vec<Region> {
         let rows = match self.rows {
             Rows::All => return vec![self.in_file(region.clone())],
@@ -70,6 +155,10 @@ impl View {
                     at += len;
                 }
                 rows
+            }
+            Rows::Interleaved { part, parts } => {
+                let rows = region.offsets[0]..region.offsets[0] + region.sizes[0];
+                rows.map(|row| (row * parts + part, 1)).collect()
             }
         };
         let region = |(start, len): (usize, usize)| {
@@ -99,7 +188,8 @@ mod tests {
 
     #[test]
     fn rows_of_transposed_tensors_are_columns() {
-        let view = View { transposed: true, rows: Rows::Range { start: 6, len: 3 } };
+        let rows = Rows::Range { start: 6, len: 3 };
+        let view = View { stacked: false, transposed: true, rows };
         assert_eq!(view.shape(&[4, 9]), Some(vec![3, 4]));
         assert_eq!(view.shape(&[4, 8]), None);
         assert_eq!(view.regions(&region([1, 0], [2, 4])), [region([0, 7], [4, 2])]);
@@ -107,10 +197,24 @@ mod tests {
 
     #[test]
     fn parts_of_heads_are_apart() {
-        let view =
-            View { transposed: false, rows: Rows::PerHead { part: 1, parts: 3, heads: 2, dim: 4 } };
+        let rows = Rows::PerHead { part: 1, parts: 3, heads: 2, dim: 4 };
+        let view = View { stacked: false, transposed: false, rows };
         assert_eq!(view.shape(&[24, 5]), Some(vec![8, 5]));
         let found = view.regions(&region([2, 0], [5, 5]));
         assert_eq!(found, [region([6, 0], [2, 5]), region([16, 0], [3, 5])]);
+    }
+
+    #[test]
+    fn stacks_have_shapes_of_their_matrices() {
+        let rows = Rows::Interleaved { part: 1, parts: 2 };
+        let view = View { stacked: true, transposed: true, rows };
+        assert_eq!(view.shape(&[5, 3, 8]), Some(vec![5, 4, 3]));
+        assert_eq!(view.shape(&[5, 8]), Some(vec![5, 4]));
+        assert_eq!(view.shape(&[5, 3, 7]), None);
+        let rows = Rows::Range { start: 4, len: 4 };
+        let view = View { stacked: true, transposed: false, rows };
+        assert_eq!(view.shape(&[5, 8, 3]), Some(vec![5, 4, 3]));
+        assert_eq!(view.shape(&[5, 7, 3]), None);
+        assert_eq!(view.shape(&[]), None);
     }
 }

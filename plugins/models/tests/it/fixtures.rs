@@ -9,7 +9,7 @@ use fulgurite::prelude::*;
 pub(crate) const TOLERANCE: f64 = 2e-5;
 
 /// All decoders.
-pub(crate) const DECODERS: [&str; 20] = [
+pub(crate) const DECODERS: [&str; 25] = [
     "llama",
     "llama_yarn",
     "llama_linear",
@@ -30,6 +30,11 @@ pub(crate) const DECODERS: [&str; 20] = [
     "mixtral_balanced",
     "qwen3_moe",
     "qwen3_moe_balanced",
+    "qwen2_moe",
+    "glm4_moe",
+    "deepseek_v3",
+    "deepseek_v3_plain",
+    "gpt_oss",
 ];
 
 /// All encoders, by the head that they have.

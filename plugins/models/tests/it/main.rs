@@ -6,4 +6,5 @@ mod fixtures;
 mod generation;
 mod gguf;
 mod modules;
+mod routers;
 mod transformers;

@@ -58,7 +58,16 @@ const OTHERS: &[(&str, &[&str])] = &[
     ),
     ("NVIDIA", &["NCCL_SOCKET_IFNAME", "sm_90a"]),
     ("Open MPI", &["btl_vader_eager_limit"]),
-    ("PEFT and transformers", &["lora_bias", "save_pretrained", "trainable_token_indices"]),
+    (
+        "PEFT and transformers",
+        &[
+            "Mxfp4Config",
+            "lora_bias",
+            "num_nextn_predict_layers",
+            "save_pretrained",
+            "trainable_token_indices",
+        ],
+    ),
     ("Python", &["IndexError", "__len__"]),
     (
         "PyTorch",

@@ -53,6 +53,7 @@ fn options() -> Vec<(&'static str, AttentionConfig)> {
             AttentionConfig { qk_norm: norm(QkNormScope::Projection, false), ..base() },
         ),
         ("unit offset", AttentionConfig { qk_norm: norm(QkNormScope::Head, true), ..base() }),
+        ("sinks", AttentionConfig { sinks: true, ..base() }),
         ("partial rope", AttentionConfig { rope: rope.clone(), ..base() }),
         (
             "all, causal",
@@ -64,6 +65,7 @@ fn options() -> Vec<(&'static str, AttentionConfig)> {
                 softcap: Some(1.5),
                 qk_norm: norm(QkNormScope::Head, true),
                 window: Some(2),
+                sinks: true,
                 ..base()
             },
         ),
@@ -149,7 +151,13 @@ fn definition(
         })
         .collect();
     let mask = Tensor::from_vec(mask, (batch, 1, time, time), &Device::Cpu)?;
-    let p = candle_nn::ops::softmax(&scores.broadcast_add(&mask)?, D::Minus1)?;
+    let mut scores = scores.broadcast_add(&mask)?;
+    if let Some(sinks) = get("sinks")? {
+        let sinks = sinks.reshape((1, heads, 1, 1))?.broadcast_as((batch, heads, time, 1))?;
+        scores = Tensor::cat(&[scores, sinks], D::Minus1)?;
+    }
+    let p = candle_nn::ops::softmax(&scores, D::Minus1)?;
+    let p = p.narrow(D::Minus1, 0, time)?.contiguous()?;
     let y = p.matmul(&v)?.transpose(1, 2)?.contiguous()?.flatten_from(2)?;
     project(&y, "o_proj")
 }
@@ -166,7 +174,7 @@ proptest! {
             QkNormScope::Head, QkNormScope::Projection,
         ])),
         unit_offset: bool, rope: bool, kv_heads in prop::sample::select(vec![1usize, 2, 4]),
-        portable: bool,
+        portable: bool, sinks: bool,
     ) {
         let _portable = portable.then(force_portable);
         let time: usize = lengths.iter().sum();
@@ -176,6 +184,7 @@ proptest! {
             causal,
             window,
             softcap,
+            sinks,
             num_kv_heads: kv_heads,
             qk_norm: scope.map(|scope| QkNorm { eps: EPS, scope, unit_offset }),
             rope: rope.then(|| partial_rope(4)),

@@ -6,8 +6,9 @@ use fulgurite_core::Result;
 use fulgurite_core::autograd::storage;
 use fulgurite_core::module::{Module as _, ModuleBuilder, ModuleInit, Quantization};
 use fulgurite_core::nn::{
-    Activation, MixtureOfExperts, MixtureOfExpertsConfig, force_portable, functional,
-    load_balancing_loss,
+    Activation, ClampedSwiGlu, CorrectionBias, ExpertActivation, ExpertGroups, MixtureOfExperts,
+    MixtureOfExpertsConfig, RouterConfig, RouterScore, SharedExpertConfig, force_portable,
+    functional, load_balancing_loss,
 };
 use fulgurite_core::quantization::WeightFormat;
 use proptest::prelude::*;
@@ -31,8 +32,8 @@ fn gradients_are_finite_differences() {
     {
         for shape in [&[2, 5, 6][..], &[1, 6]] {
             let config = MixtureOfExpertsConfig {
-                normalize,
-                activation: Activation::GeluTanh,
+                router: RouterConfig { normalize, ..RouterConfig::default() },
+                activation: Activation::GeluTanh.into(),
                 ..MixtureOfExpertsConfig::new([6, 4], experts, per_row)
             };
             let (layer, params) = layer(&config, DType::F64);
@@ -53,30 +54,145 @@ fn balance_has_gradients_of_finite_differences() {
     });
 }
 
+/// Every part that a mixture can have.
+fn variants() -> Vec<MixtureOfExpertsConfig> {
+    let sizes = MixtureOfExpertsConfig::new([6, 4], 6, 2);
+    let router = RouterConfig::default();
+    let sigmoid = RouterConfig { score: RouterScore::Sigmoid, scale: 2.5, ..router };
+    let correction = Some(CorrectionBias { update_rate: 0.0 });
+    let groups = Some(ExpertGroups { count: 3, per_row: 2 });
+    let clamped = ExpertActivation::Clamped(ClampedSwiGlu { alpha: 1.702, limit: 0.5 });
+    let shared = |gated| Some(SharedExpertConfig { intermediate_size: 5, gated });
+    let with = |router| MixtureOfExpertsConfig { router, ..sizes };
+    vec![
+        with(sigmoid),
+        with(RouterConfig { normalize: false, ..sigmoid }),
+        with(RouterConfig { correction, groups, ..sigmoid }),
+        with(RouterConfig { correction, groups, scale: 0.3, ..router }),
+        MixtureOfExpertsConfig { shared: shared(false), ..sizes },
+        MixtureOfExpertsConfig { shared: shared(true), ..with(sigmoid) },
+        MixtureOfExpertsConfig {
+            bias: true,
+            activation: clamped,
+            ..with(RouterConfig { bias: true, ..router })
+        },
+    ]
+}
+
+#[test]
+fn variants_have_gradients_of_finite_differences() {
+    for config in variants() {
+        let (layer, params) = layer_with_correction(&config);
+        let run = check(&[randn("x", &[2, 5, 6])], &params, &|x| layer.forward(&x[0]));
+        let _portable = force_portable();
+        let portable = analytic(&[randn("x", &[2, 5, 6])], &params, &|x| layer.forward(&x[0]));
+        assert_close("portable", &portable.output, &run.output, 1e-12);
+        for (slot, (found, expected)) in
+            params.slots.iter().zip(portable.params.iter().zip(&run.params))
+        {
+            let (found, expected) = (found.as_ref().unwrap(), expected.as_ref().unwrap());
+            assert_close(slot.fqn(), found, expected, 1e-10);
+        }
+    }
+}
+
+/// A layer whose correction bias differs between experts.
+fn layer_with_correction(config: &MixtureOfExpertsConfig) -> (MixtureOfExperts, Params) {
+    let b = builder(DType::F64);
+    let layer = MixtureOfExperts::new(&b.pp("mlp"), config).unwrap();
+    let params = Params::new(&b);
+    for buffer in params.tree.buffers() {
+        let values: Vec<f64> = (0..config.num_experts).map(|e| 0.2 * (e % 3) as f64).collect();
+        buffer.set(&Tensor::from_vec(values, config.num_experts, &Device::Cpu).unwrap()).unwrap();
+    }
+    (layer, params)
+}
+
+fn descending(scores: &[f64], among: impl Fn(usize) -> bool) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..scores.len()).filter(|i| among(*i)).collect();
+    order.sort_by(|a, b| scores[*b].total_cmp(&scores[*a]));
+    order
+}
+
 /// The layer by its definition, one MLP for each row and expert.
 fn by_definition(config: &MixtureOfExpertsConfig, params: &Params, x: &Tensor) -> Result<Tensor> {
     let rows = x.flatten_to(D::Minus2)?;
-    let logits = rows.matmul(&value(params, "gate.weight").t()?)?;
-    let probabilities = functional::softmax_last_dim(&logits)?.to_vec2::<f64>()?;
-    let stack = |name: &str, e: usize| value(params, &format!("experts.{name}.weight")).get(e);
+    let RouterConfig { score, normalize, scale, groups, .. } = config.router;
+    let linear = |x: &Tensor, name: &str, e: Option<usize>| -> Result<Tensor> {
+        let of = |kind: &str| {
+            let whole = value(params, &format!("{name}.{kind}"));
+            e.map_or(Ok(whole.clone()), |e| whole.get(e))
+        };
+        let y = x.matmul(&of("weight")?.t()?)?;
+        let has_bias = params.slots.iter().any(|slot| slot.fqn() == format!("mlp.{name}.bias"));
+        Ok(if has_bias { y.broadcast_add(&of("bias")?)? } else { y })
+    };
+    let logits = linear(&rows, "gate", None)?;
+    let scores = match score {
+        RouterScore::Softmax => functional::softmax_last_dim(&logits)?,
+        RouterScore::Sigmoid => (logits.neg()?.exp()? + 1.0)?.recip()?,
+    };
+    let scores = scores.to_vec2::<f64>()?;
+    let correction: Vec<f64> = match params.tree.buffers().first() {
+        Some(buffer) => buffer.value()?.to_vec1()?,
+        None => vec![0.0; config.num_experts],
+    };
     let mut outputs = Vec::new();
-    for (row, probabilities) in probabilities.iter().enumerate() {
-        let mut order: Vec<usize> = (0..config.num_experts).collect();
-        order.sort_by(|a, b| probabilities[*b].total_cmp(&probabilities[*a]));
+    for (row, scores) in scores.iter().enumerate() {
+        let corrected: Vec<f64> = scores.iter().zip(&correction).map(|(a, b)| a + b).collect();
+        let groups = groups.unwrap_or(ExpertGroups { count: 1, per_row: 1 });
+        let size = config.num_experts / groups.count;
+        let of_groups: Vec<f64> = corrected
+            .chunks(size)
+            .map(|group| descending(group, |_| true).iter().take(2).map(|i| group[*i]).sum())
+            .collect();
+        let kept = &descending(&of_groups, |_| true)[..groups.per_row];
+        let mut order = descending(&corrected, |e| kept.contains(&(e / size)));
         order.truncate(config.experts_per_row);
-        let total: f64 = order.iter().map(|e| probabilities[*e]).sum();
+        let total: f64 = order.iter().map(|e| scores[*e]).sum();
         let x = rows.narrow(0, row, 1)?;
         let mut y = x.zeros_like()?;
         for e in order {
-            let gate = functional::silu(&x.matmul(&stack("gate_proj", e)?.t()?)?)?;
-            let up = x.matmul(&stack("up_proj", e)?.t()?)?;
-            let own = (gate * up)?.matmul(&stack("down_proj", e)?.t()?)?;
-            let weight = probabilities[e] / if config.normalize { total } else { 1.0 };
+            let gate = linear(&x, "experts.gate_proj", Some(e))?;
+            let up = linear(&x, "experts.up_proj", Some(e))?;
+            let hidden = match config.activation {
+                ExpertActivation::Gated(_) => (functional::silu(&gate)? * up)?,
+                ExpertActivation::Clamped(ClampedSwiGlu { alpha, limit }) => {
+                    let gate = gate.minimum(limit)?;
+                    let glu = (&gate / ((&gate * -alpha)?.exp()? + 1.0)?)?;
+                    ((up.clamp(-limit, limit)? + 1.0)? * glu)?
+                }
+            };
+            let own = linear(&hidden, "experts.down_proj", Some(e))?;
+            let weight = scale * scores[e] / if normalize { total } else { 1.0 };
             y = (y + (own * weight)?)?;
+        }
+        if let Some(shared) = config.shared {
+            let gate = functional::silu(&linear(&x, "shared_expert.gate_proj", None)?)?;
+            let up = linear(&x, "shared_expert.up_proj", None)?;
+            let own = linear(&(gate * up)?, "shared_expert.down_proj", None)?;
+            let factor = match shared.gated {
+                false => own.ones_like()?,
+                true => {
+                    let logit = linear(&x, "shared_expert_gate", None)?;
+                    (logit.neg()?.exp()? + 1.0)?.recip()?.broadcast_as(own.shape())?
+                }
+            };
+            y = (y + (own * factor)?)?;
         }
         outputs.push(y);
     }
     Ok(Tensor::cat(&outputs, 0)?.reshape(x.shape())?)
+}
+
+#[test]
+fn variants_equal_their_definition() {
+    for config in variants() {
+        let (layer, params) = layer_with_correction(&config);
+        let x = randn("x", &[1, 40, 6]);
+        let expected = flat(&by_definition(&config, &params, &x).unwrap());
+        assert_close("output", &flat(&layer.forward(&x).unwrap()), &expected, 1e-12);
+    }
 }
 
 proptest! {
@@ -91,7 +207,8 @@ proptest! {
     ) {
         let per_row = 1 + (of * experts as f64) as usize;
         let sizes = MixtureOfExpertsConfig::new([5, 7], experts, per_row);
-        let config = MixtureOfExpertsConfig { normalize, ..sizes };
+        let router = RouterConfig { normalize, ..RouterConfig::default() };
+        let config = MixtureOfExpertsConfig { router, ..sizes };
         let (layer, params) = layer(&config, DType::F64);
         let x = randn("x", &[1, rows, 5]);
         let expected = flat(&by_definition(&config, &params, &x).unwrap());
@@ -184,6 +301,30 @@ fn unusable_sizes_are_refused() {
         ..ModuleInit::default()
     };
     let config = MixtureOfExpertsConfig::new([4, 4], 2, 1);
+    let with_router = |router: RouterConfig| {
+        let config = MixtureOfExpertsConfig { router, ..MixtureOfExpertsConfig::new([4, 4], 8, 3) };
+        MixtureOfExperts::new(&builder(DType::F32).pp("mlp"), &config).unwrap_err()
+    };
+    let groups = |count, per_row| {
+        let groups = Some(ExpertGroups { count, per_row });
+        with_router(RouterConfig { groups, ..RouterConfig::default() })
+    };
+    insta::assert_snapshot!(groups(3, 1), @"module `mlp`: 8 experts cannot be divided into 3 groups; the number of groups must divide that of experts");
+    insta::assert_snapshot!(groups(8, 4), @"module `mlp`: groups of one expert have no two best scores; use at most 4 groups for 8 experts");
+    insta::assert_snapshot!(groups(4, 5), @"module `mlp`: a row cannot use 5 of 4 groups; expected 1 to 4");
+    insta::assert_snapshot!(groups(4, 1), @"module `mlp`: a row cannot use 3 of the 2 experts in its groups (1 of 2 experts each)");
+    let correction = Some(CorrectionBias { update_rate: -1.0 });
+    let error = with_router(RouterConfig { correction, ..RouterConfig::default() });
+    insta::assert_snapshot!(error, @"module `mlp`: the update rate of the correction bias must be at least 0, got -1.0");
+    let error = with_router(RouterConfig { scale: 0.0, ..RouterConfig::default() });
+    insta::assert_snapshot!(error, @"module `mlp`: the factor of the weights must be positive, got 0.0");
+    let both = MixtureOfExpertsConfig {
+        activation: ExpertActivation::Clamped(ClampedSwiGlu { alpha: 1.702, limit: 7.0 }),
+        shared: Some(SharedExpertConfig { intermediate_size: 4, gated: false }),
+        ..config
+    };
+    let error = MixtureOfExperts::new(&builder(DType::F32).pp("mlp"), &both).unwrap_err();
+    insta::assert_snapshot!(error, @"module `mlp`: a shared expert has no clamped SwiGLU; leave one of them out");
     let error = MixtureOfExperts::new(&ModuleBuilder::new(init).pp("mlp"), &config).unwrap_err();
     insta::assert_snapshot!(error, @r#"module `mlp.experts.gate_proj`: holds the weights of all experts, which cannot be quantised; leave them out with `trainer.quantization.exclude = ["lm_head", "experts"]`"#);
 }

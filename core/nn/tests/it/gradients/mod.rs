@@ -11,6 +11,7 @@ mod dora;
 mod experts;
 mod functional;
 pub(crate) mod harness;
+mod latent_attention;
 mod layers;
 mod linear_cross_entropy;
 mod loss;

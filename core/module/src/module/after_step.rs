@@ -1,0 +1,38 @@
+//! Work of layers after each optimizer step.
+
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use super::{ModuleBuilder, ModuleTree};
+use crate::Result;
+
+/// A layer's work after each optimizer step, by values of all ranks and micro-batches of the step:
+/// for example the bias that balances experts, by their loads.
+///
+/// Declared with [`ModuleBuilder::after_step`]. The runtime sums the values of all layers over the
+/// data- and context-parallel ranks in one collective.
+pub trait AfterStep: Debug + Send + Sync {
+    /// Returns this rank's values since the last call, and forgets them. Every rank returns equally
+    /// many. Also called, with the result unused, when a step is abandoned.
+    fn take(&self) -> Vec<f64>;
+
+    /// Changes the layer's buffers by the values' sums over the ranks, which are the same on each.
+    ///
+    /// # Errors
+    /// If the buffers cannot be changed.
+    fn update(&self, sums: &[f64]) -> Result<()>;
+}
+
+impl ModuleBuilder {
+    /// Declares work after each optimizer step. Layers are called in the order of declaration.
+    pub fn after_step(&self, work: Arc<dyn AfterStep>) {
+        self.tree().after_step.push(work);
+    }
+}
+
+impl ModuleTree {
+    /// The layers' [work after each step](ModuleBuilder::after_step), in the order of declaration.
+    pub fn after_step(&self) -> &[Arc<dyn AfterStep>] {
+        &self.after_step
+    }
+}

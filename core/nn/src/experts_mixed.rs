@@ -1,0 +1,263 @@
+//! The experts' part of a mixture: forward and backward of the rows that its ranks choose.
+
+use candle_core::Tensor;
+
+use super::experts_config::{ExpertActivation, MixtureOfExpertsConfig};
+use super::experts_exchange::Exchange;
+use super::experts_router::{Choice, Router};
+use super::kernels::activation::{gated, gated_backward};
+use super::kernels::grouped::{self, Groups};
+use super::kernels::routing::Routing;
+use super::kv_cache::CachedTokens;
+use super::styles::ExpertStyles;
+use crate::backend::uses_cpu_kernels;
+use crate::{Error, Result};
+use fulgurite_engine::module::{Experts, ModuleBuilder};
+use fulgurite_engine::parameter::{Init, Parameter};
+
+/// A projection of all experts.
+#[derive(Debug, Clone)]
+struct Stack {
+    weight: Parameter,
+    bias: Option<Parameter>,
+}
+
+impl Stack {
+    fn new(
+        b: &ModuleBuilder,
+        experts: &Experts,
+        config: &MixtureOfExpertsConfig,
+        [inputs, outputs]: [usize; 2],
+    ) -> Result<Self> {
+        b.declare(ExpertStyles("Experts"))?;
+        if b.quantization("weight").is_some() {
+            return Err(Error::module(
+                b.path(),
+                "holds the weights of all experts, which cannot be quantised; leave them out with \
+                 `trainer.quantization.exclude = [\"lm_head\", \"experts\"]`",
+            ));
+        }
+        let count = config.num_experts;
+        let weight = b.parameter("weight", [count, outputs, inputs], config.init(inputs))?;
+        experts.add(&weight)?;
+        let bias = || b.parameter("bias", [count, outputs], Init::ZEROS);
+        let bias = config.bias.then(bias).transpose()?;
+        bias.iter().try_for_each(|bias| experts.add(bias))?;
+        Ok(Self { weight, bias })
+    }
+
+    fn parameters(&self) -> impl Iterator<Item = &Parameter> {
+        std::iter::once(&self.weight).chain(&self.bias)
+    }
+
+    fn forward(&self, x: &Tensor, groups: &Groups) -> Result<Tensor> {
+        let y = grouped::linear(x, &self.weight.value()?, groups)?;
+        match &self.bias {
+            None => Ok(y),
+            Some(bias) => Ok((y + grouped::spread(&bias.value()?, groups)?)?),
+        }
+    }
+}
+
+/// The projections of the experts, and what is between them.
+#[derive(Debug, Clone)]
+pub(super) struct Projections {
+    gate: Stack,
+    up: Stack,
+    down: Stack,
+    activation: ExpertActivation,
+    experts: Experts,
+}
+
+impl Projections {
+    /// The projections of the mixture at the builder's path.
+    pub(super) fn new(b: &ModuleBuilder, config: &MixtureOfExpertsConfig) -> Result<Self> {
+        let &MixtureOfExpertsConfig { hidden_size, intermediate_size, num_experts, .. } = config;
+        let experts = b.experts(num_experts);
+        let of_experts = b.pp("experts");
+        let stack = |name: &str, sizes| Stack::new(&of_experts.pp(name), &experts, config, sizes);
+        Ok(Self {
+            gate: stack("gate_proj", [hidden_size, intermediate_size])?,
+            up: stack("up_proj", [hidden_size, intermediate_size])?,
+            down: stack("down_proj", [intermediate_size, hidden_size])?,
+            activation: config.activation,
+            experts,
+        })
+    }
+
+    /// The weight of the gates, whose dtype is the mixture's.
+    pub(super) fn weight(&self) -> &Parameter {
+        &self.gate.weight
+    }
+
+    pub(super) fn parameters(&self) -> impl Iterator<Item = &Parameter> {
+        [&self.gate, &self.up, &self.down].into_iter().flat_map(Stack::parameters)
+    }
+
+    fn hidden(&self, gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+        match self.activation {
+            ExpertActivation::Gated(activation) => gated(activation, gate, up),
+            ExpertActivation::Clamped(clamped) => clamped.forward(gate, up),
+        }
+    }
+
+    fn hidden_backward(
+        &self,
+        gate: &Tensor,
+        up: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Tensor, Tensor)> {
+        match self.activation {
+            ExpertActivation::Gated(activation) => gated_backward(activation, gate, up, grad),
+            ExpertActivation::Clamped(clamped) => clamped.backward(gate, up, grad),
+        }
+    }
+}
+
+/// The values that a forward of the experts keeps for its backward. Without an exchange, the
+/// choices for this rank's experts are its own.
+pub(super) struct Mixed {
+    choice: Choice,
+    /// `None` if this rank has all experts.
+    exchange: Option<Exchange>,
+    /// The choices for each of this rank's experts.
+    groups: Groups,
+    /// The rows of these choices (`[choices, hidden]`), if other ranks sent some of them.
+    received: Option<Tensor>,
+    /// The projections of the choices for this rank's experts, `[choices, intermediate]`.
+    gate: Tensor,
+    up: Tensor,
+}
+
+impl Mixed {
+    /// Computes the output for `x` (`[rows, hidden]`), outside the graph.
+    pub(super) fn compute(
+        router: &Router,
+        projections: &Projections,
+        x: &Tensor,
+        logits: &Tensor,
+    ) -> Result<(Self, Tensor)> {
+        let choice = router.choose(logits)?;
+        let routing = &choice.routing;
+        let sorted = select(x, &routing.rows)?;
+        let sequence = sequence_of_choices(routing, x);
+        let (exchange, groups, sorted) = match projections.experts.ranks() {
+            None => {
+                let sequences = sequence.map(|sequence| stretches(&routing.ranges, &sequence));
+                (None, Groups { sequences, ranges: routing.ranges.clone() }, sorted)
+            }
+            Some(ranks) => {
+                let exchange = Exchange::new(ranks, routing, sequence.is_some())?;
+                let sequences = exchange.stretches(sequence)?;
+                let groups = Groups { sequences, ranges: exchange.ranges().to_vec() };
+                let received = exchange.to_experts(&sorted)?;
+                (Some(exchange), groups, received)
+            }
+        };
+        let gate = projections.gate.forward(&sorted, &groups)?;
+        let up = projections.up.forward(&sorted, &groups)?;
+        let y = projections.down.forward(&projections.hidden(&gate, &up)?, &groups)?;
+        let y = exchange.as_ref().map_or(Ok(y.clone()), |exchange| exchange.back(&y))?;
+        let factors = select(&choice.weights.flatten_all()?, &routing.choices)?;
+        let y = grouped::sum_rows(&y, Some(&factors), &routing.places, routing.per_row)?;
+        let received = exchange.is_some().then_some(sorted);
+        Ok((Self { choice, exchange, groups, received, gate, up }, y))
+    }
+
+    /// The tensors that memory is kept for.
+    pub(super) fn saved(&self) -> Vec<&Tensor> {
+        [&self.gate, &self.up].into_iter().chain(&self.received).collect()
+    }
+
+    /// Takes values of this rank's sorted choices to the ranks of their experts, and returns those
+    /// for this rank's experts.
+    fn to_experts(&self, x: Tensor) -> Result<Tensor> {
+        self.exchange.as_ref().map_or(Ok(x.clone()), |exchange| exchange.to_experts(&x))
+    }
+
+    /// The reverse of [`to_experts`](Self::to_experts).
+    fn back(&self, y: Tensor) -> Result<Tensor> {
+        self.exchange.as_ref().map_or(Ok(y.clone()), |exchange| exchange.back(&y))
+    }
+
+    /// Returns the gradients of input, if wanted, and logits. Adds the experts' gradients and ends
+    /// their uses.
+    pub(super) fn backward(
+        &self,
+        projections: &Projections,
+        x: &Tensor,
+        grad: &Tensor,
+        wanted: bool,
+    ) -> Result<(Option<Tensor>, Tensor)> {
+        let Self { choice, groups, gate, up, .. } = self;
+        let routing = &choice.routing;
+        let Projections { gate: gates, up: ups, down: downs, .. } = projections;
+        let factors = select(&choice.weights.flatten_all()?, &routing.choices)?;
+        let factors = self.to_experts(factors)?;
+        let grad = self.to_experts(select(grad, &routing.rows)?)?;
+        // Recomputing the product is cheaper than saving it.
+        let hidden = projections.hidden(gate, up)?;
+        let d = grouped::input_grad(&[(&grad, &downs.weight.value()?)], groups)?;
+        let mut dweights = grouped::row_dots(&d, &hidden)?;
+        let scaled = grouped::scale_rows(&hidden, &factors)?;
+        grouped::weight_grad(&downs.weight, &scaled, &grad, groups)?;
+        if let Some(bias) = &downs.bias {
+            let own = grouped::spread(&bias.value()?, groups)?;
+            dweights = (dweights + grouped::row_dots(&grad, &own)?)?;
+            grouped::bias_grad(bias, &grouped::scale_rows(&grad, &factors)?, groups)?;
+        }
+        let d = grouped::scale_rows(&d, &factors)?;
+        let (dgate, dup) = projections.hidden_backward(gate, up, &d)?;
+        let sorted = match &self.received {
+            Some(received) => received.clone(),
+            None => select(x, &routing.rows)?,
+        };
+        for (stack, d) in [(gates, &dgate), (ups, &dup)] {
+            grouped::weight_grad(&stack.weight, &sorted, d, groups)?;
+            stack.bias.iter().try_for_each(|bias| grouped::bias_grad(bias, d, groups))?;
+        }
+        let dx = match wanted {
+            false => None,
+            true => {
+                let (gate, up) = (gates.weight.value()?, ups.weight.value()?);
+                let dx = grouped::input_grad(&[(&dgate, &gate), (&dup, &up)], groups)?;
+                let dx = self.back(dx)?;
+                Some(grouped::sum_rows(&dx, None, &routing.places, routing.per_row)?)
+            }
+        };
+        let dweights = self.back(dweights)?;
+        let dlogits = choice.dlogits(&select(&dweights, &routing.inverse())?)?;
+        projections.parameters().try_for_each(Parameter::end_use)?;
+        Ok((dx, dlogits))
+    }
+}
+
+/// The rows of `x` with these indices.
+pub(super) fn select(x: &Tensor, rows: &[u32]) -> Result<Tensor> {
+    let rows = Tensor::from_slice(rows, rows.len(), x.device())?;
+    Ok(x.contiguous()?.index_select(&rows, 0)?)
+}
+
+/// In a forward with a cache on the CPU, the sequence of each sorted choice.
+fn sequence_of_choices(routing: &Routing, x: &Tensor) -> Option<Vec<usize>> {
+    let tokens = CachedTokens::current().filter(|tokens| {
+        // A plan that cuts the sequence leaves other rows.
+        uses_cpu_kernels(x) && tokens.tokens() * routing.per_row == routing.len()
+    })?;
+    let mut sequence = vec![tokens.segments().len(); tokens.tokens()];
+    for (i, segment) in tokens.segments().iter().enumerate() {
+        sequence[segment.at.clone()].fill(i);
+    }
+    Some(routing.rows.iter().map(|&row| sequence[row as usize]).collect())
+}
+
+/// The lengths of the stretches of choices that are of one sequence, for each expert.
+pub(super) fn stretches<T: PartialEq>(
+    experts: &[std::ops::Range<usize>],
+    sequence: &[T],
+) -> Vec<Vec<usize>> {
+    let of_expert = |choices: &std::ops::Range<usize>| {
+        sequence[choices.clone()].chunk_by(|a, b| a == b).map(<[T]>::len).collect()
+    };
+    experts.iter().map(of_expert).collect()
+}
