@@ -42,6 +42,11 @@ impl Fabric {
         Ok(())
     }
 
+    /// Returns whether the model has buffers.
+    pub(crate) fn has_buffers(&self) -> Result<bool> {
+        Ok(!self.runtime.tree()?.buffers().is_empty())
+    }
+
     /// Returns copies of the model's buffers.
     pub(crate) fn copy_buffers(&self) -> Result<Vec<Tensor>> {
         let buffers = self.runtime.tree()?.buffers().iter();

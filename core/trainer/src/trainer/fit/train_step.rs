@@ -192,11 +192,13 @@ impl Session {
         let numbers = optimizer.update()?;
         let finished = self.hook(Hook::BeforeZeroGrad);
         let finished = finished.and_then(|()| self.sole_optimizer().finish_step());
+        // With buffers, which are made equal after the update, the step is done on all ranks or on
+        // none.
+        let is_loss =
+            |error: &Error| matches!(error, Error::PeerFailed { .. } | Error::Collective { .. });
         match finished {
-            Ok(()) | Err(Error::PeerFailed { .. } | Error::Collective { .. }) => {
-                Ok(Update { numbers, items, lr, finished })
-            }
-            Err(error) => Err(error),
+            Err(error) if !is_loss(&error) || self.setup.fabric.has_buffers()? => Err(error),
+            finished => Ok(Update { numbers, items, lr, finished }),
         }
     }
 
