@@ -25,8 +25,8 @@ fulgurite_config::config_struct! {
         /// The interval of these copies, in optimizer steps. The steps since the last copy are
         /// taken again.
         pub replicate_every_n_steps: u64 = 1,
-        /// Number of seconds that the ranks wait for each other before they go on without those that
-        /// have not come.
+        /// Number of seconds that ranks wait for each other after a loss. Ranks that have not come
+        /// then are lost too.
         pub join_timeout_secs: u64 = 60,
     }
 }

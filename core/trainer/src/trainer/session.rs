@@ -33,7 +33,7 @@ pub(super) struct Session {
     /// Set during and after training.
     pub(super) optimizers: Option<FabricOptimizers>,
     pub(super) progress: Progress,
-    /// Whether the state is that of the run: a checkpoint that it goes on from is loaded on all ranks.
+    /// Whether all ranks have loaded the state that the run goes on from, if there is one.
     pub(super) has_state: bool,
     /// Whether the weights are those of a validation during training.
     pub(super) has_evaluation_weights: bool,

@@ -623,7 +623,11 @@ fn open_run(
     let (mut path, mut guard) = (PathBuf::new(), None);
     if world.rank() == 0 {
         path = match again {
-            Some(dir) => dir.to_owned(),
+            Some(dir) => {
+                std::fs::create_dir_all(dir)
+                    .map_err(Error::io("creating the run's directory", dir))?;
+                dir.to_owned()
+            }
             None => {
                 let dir = RunDir::create(&run.trainer.default_root_dir, stage, resolved)?;
                 dir.path().to_owned()

@@ -29,7 +29,7 @@ pub(crate) struct Kept {
     pub(super) steps_done: u64,
 }
 
-/// What the run of earlier generations has set.
+/// The settings of a run that stay in all of its generations.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct RunSoFar {
     pub(crate) run_dir: PathBuf,
@@ -77,7 +77,7 @@ pub(crate) struct Reports {
     pub(crate) guard: Option<RunDirGuard>,
 }
 
-/// What a rank offers to the others at the begin of a generation.
+/// A rank's knowledge of the run at the start of a generation.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Offer {
     pub(super) run: Option<RunSoFar>,
@@ -161,7 +161,7 @@ impl Kept {
         held_state(session, name, epoch)
     }
 
-    /// Sets what the run of earlier generations has set.
+    /// Sets the settings of the run.
     pub(super) fn set_run(&mut self, run: &RunSoFar) {
         self.run = Some(run.clone());
     }
@@ -180,7 +180,8 @@ impl Kept {
     }
 }
 
-/// Returns what this rank holds; `None` if its state is not that after a whole step. Not collective.
+/// Returns what this rank holds; `None` if its state is not that after a whole step. Not
+/// collective.
 fn held(session: &mut Session) -> Result<Option<Held>> {
     let is_read_late = session.recorder.is_pending() && !session.setup.device().is_cpu();
     if session.optimizers.is_none() || !session.has_state || is_read_late {

@@ -89,7 +89,7 @@ pub(crate) fn seconds_since_epoch() -> f64 {
         .map_or(0.0, |since| since.as_secs_f64())
 }
 
-/// Returns the wall-clock time, as in [`Manifest::saved_at`](fulgurite_checkpoint::Manifest::saved_at).
+/// Returns the wall-clock time in microseconds, as manifests of checkpoints have it.
 pub(crate) fn micros_since_epoch() -> u64 {
     (seconds_since_epoch() * 1e6) as u64
 }
