@@ -8,7 +8,7 @@ use toml::Table;
 
 use super::checkpoints::lookup::CheckpointLookup;
 use super::checkpoints::place::Saving;
-use super::elastic::{Kept, Recovered, Reports, agree};
+use super::elastic::{Kept, Recovered, agree};
 use super::end::{end_hooks, profile_on_exception, summarize, tear_down_saving};
 use super::evaluation::evaluate::{EvaluationStage, evaluate_once, predict_once};
 use super::fit::fit_run::fit;
@@ -24,7 +24,7 @@ use super::record::event::SharedSink;
 use super::record::event_log::EventLog;
 use super::record::logger::LoggerSink;
 use super::record::meter::{Meter, micros_since_epoch, seconds_since_epoch};
-use super::record::recorder::Recorder;
+use super::record::recorder::{Recorder, Reports};
 use super::record::run_dir::{RunDir, RunDirGuard};
 use super::record::usage::Usage;
 use super::saving::resume::{load_trained, resume};

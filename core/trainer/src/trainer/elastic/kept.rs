@@ -6,10 +6,9 @@ use std::time::Instant;
 use serde::{Deserialize, Serialize};
 
 use super::copies::Copies;
-use crate::trainer::record::event::{Event, SharedSink};
+use crate::trainer::record::event::Event;
 use crate::trainer::record::log_table::SavedStates;
-use crate::trainer::record::meter::Meter;
-use crate::trainer::record::run_dir::RunDirGuard;
+use crate::trainer::record::recorder::Reports;
 use crate::trainer::saving::save::held_state;
 use crate::trainer::session::{Session, SessionSetup};
 use crate::{Error, Result};
@@ -68,13 +67,6 @@ impl RunSoFar {
 pub(crate) struct Copy {
     pub(crate) step: u64,
     pub(crate) path: PathBuf,
-}
-
-/// The receivers and measurements of a rank that go on in the next generation.
-pub(crate) struct Reports {
-    pub(crate) sinks: Vec<SharedSink>,
-    pub(crate) meter: Meter,
-    pub(crate) guard: Option<RunDirGuard>,
 }
 
 /// A rank's knowledge of the run at the start of a generation.

@@ -6,7 +6,6 @@ use std::sync::OnceLock;
 
 use crate::fabric::{Fabric, PendingStep, StepNumbers};
 use crate::run::TrainerConfig;
-use crate::trainer::elastic::Reports;
 use crate::trainer::progress::Cursor;
 use crate::trainer::record::display::{EvaluationProgress, RunStart};
 use crate::trainer::record::event::{Event, RunStatus, SharedSink};
@@ -54,6 +53,14 @@ pub(crate) struct Recorder {
     /// The last field, so that it is dropped last: removes the run's directory if it has no
     /// results.
     guard: Option<RunDirGuard>,
+}
+
+/// The receivers and measurements of a rank that go on in the next generation of an elastic
+/// training.
+pub(crate) struct Reports {
+    pub(crate) sinks: Vec<SharedSink>,
+    pub(crate) meter: Meter,
+    pub(crate) guard: Option<RunDirGuard>,
 }
 
 /// A finished step that is not reported yet.
