@@ -283,6 +283,7 @@ impl Trainer {
         let lost = recovered.as_ref().map(|recovered| (recovered, kept.take_lost_secs()));
         let result = fit(&mut session, run, starting, lost);
         if let Err(error) = &result {
+            kept.note_loss();
             match self.join_next_generation(run, error) {
                 Ok(true) => {
                     kept.keep(session);

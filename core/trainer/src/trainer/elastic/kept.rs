@@ -97,7 +97,6 @@ pub(super) struct Held {
 impl Kept {
     /// Keeps the session of a generation that has ended.
     pub(crate) fn keep(&mut self, mut session: Session) {
-        self.lost_at.get_or_insert_with(Instant::now);
         self.run = Some(RunSoFar::of(&session));
         let copy = session.copies.take().and_then(Copies::finish);
         // The state that the generation began with is removed once all ranks have it.
@@ -106,7 +105,7 @@ impl Kept {
         self.session = Some(session);
     }
 
-    /// Notes when a rank was lost before there was a session.
+    /// Notes that a rank may be lost, before this one waits for the next generation.
     pub(crate) fn note_loss(&mut self) {
         self.lost_at.get_or_insert_with(Instant::now);
     }
