@@ -194,6 +194,8 @@ const VARIABLES: &[&str] = &[
     "AGENT",
     "SUPERVISOR",
     "START_TIME",
+    "GENERATION",
+    "FIRST_WORLD_SIZE",
     "SWEEP_PROCESS",
 ];
 
