@@ -255,6 +255,8 @@ fn a_rank_of_a_dead_supervisor_ends() {
     let variables = [
         ("FULGURITE_SUPERVISOR", "999999999"),
         ("FULGURITE_START_TIME", "0"),
+        ("FULGURITE_GENERATION", "0"),
+        ("FULGURITE_FIRST_WORLD_SIZE", "2"),
         ("LOCAL_WORLD_SIZE", "2"),
         ("GROUP_RANK", "0"),
     ];
