@@ -447,6 +447,14 @@ fn resolved_configuration_round_trips() {
     callbacks = []
     loggers = ["csv", "jsonl"]
 
+    [trainer.elastic]
+    enabled = false
+    min_ranks = 1
+    max_restarts = 3
+    replicas = 0
+    replicate_every_n_steps = 1
+    join_timeout_secs = 60
+
     [checkpoint]
     save_last = true
     async_save = false
