@@ -10,11 +10,11 @@ use fulgurite_engine::autograd::GradMode;
 use fulgurite_engine::module::{AfterStep, ForwardScope};
 use fulgurite_engine::parameter::{Buffer, Parameter};
 
-/// The numbers of rows that each expert of a [`MixtureOfExperts`](super::MixtureOfExperts) has
-/// computed in training forwards, as chosen on this rank. Clones share the numbers.
+/// Counts the rows that this rank's forwards have routed to each expert of a
+/// [`MixtureOfExperts`](super::MixtureOfExperts). Clones share the counts.
 ///
-/// Padding ([`ForwardScope::is_padding`]) does not count, nor does the recomputation of a
-/// checkpointed unit.
+/// Forwards without a backward do not count, nor does the recomputation of a checkpointed unit, nor
+/// a batch of padding ([`ForwardScope::is_padding`]). Padded positions in a batch of samples count.
 #[derive(Debug, Clone)]
 pub struct ExpertLoad(Arc<Mutex<Counts>>);
 
@@ -46,10 +46,10 @@ impl ExpertLoad {
         take(&mut self.counts().taken)
     }
 
-    /// Counts the choices of a forward, if it is of training.
+    /// Counts the choices of a forward, if a backward follows.
     pub(super) fn add(&self, routing: &Routing) {
         let (scope, mode) = (ForwardScope::current(), GradMode::current());
-        if !scope.training || scope.is_padding || !mode.expects_backward() || mode.recomputes() {
+        if scope.is_padding || !mode.expects_backward() || mode.recomputes() {
             return;
         }
         let Counts { taken, of_step } = &mut *self.counts();

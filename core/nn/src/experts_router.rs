@@ -6,6 +6,7 @@ use super::experts_config::{MixtureOfExpertsConfig, RouterConfig, RouterScore};
 use super::experts_load::{Balance, ExpertLoad};
 use super::gradients::accumulate_and_end_use;
 use super::input;
+use super::kernels::activation::sigmoid_portable;
 use super::kernels::matmul::{self, InputGrad};
 use super::kernels::routing::Routing;
 use super::kernels::softmax::{softmax, softmax_backward};
@@ -104,7 +105,7 @@ impl Router {
         let RouterConfig { score, normalize, scale, groups, .. } = self.config;
         let scores = match score {
             RouterScore::Softmax => softmax(logits)?,
-            RouterScore::Sigmoid => (logits.neg()?.exp()? + 1.0)?.recip()?,
+            RouterScore::Sigmoid => sigmoid_portable(logits)?,
         };
         let routing = match &self.correction {
             None => Routing::of(&scores, self.per_row, groups)?,

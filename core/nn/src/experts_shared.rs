@@ -3,7 +3,7 @@
 use candle_core::{D, Tensor};
 
 use super::experts_config::{ExpertActivation, MixtureOfExpertsConfig, SharedExpertConfig};
-use super::kernels::activation::Activation;
+use super::kernels::activation::{Activation, sigmoid_portable};
 use super::kernels::grouped::{row_dots, scale_rows};
 use super::linear::Linear;
 use super::mlp::{GatedMlp, MlpConfig};
@@ -55,7 +55,7 @@ fn times_sigmoid(y: &Tensor, logits: &Tensor) -> Result<Tensor> {
     let (dtype, of_logits) = (logits.dtype(), logits.dims().to_vec());
     let rows = y.detach().reshape(((), y.dim(D::Minus1)?))?;
     let wide = to_accumulation_dtype(&logits.detach())?.flatten_all()?;
-    let factors = (wide.neg()?.exp()? + 1.0)?.recip()?;
+    let factors = sigmoid_portable(&wide)?;
     let output = scale_rows(&rows, &factors)?.reshape(y.shape())?;
     record_function(&[y, logits], output, move |output, grad| {
         let grad = grad.reshape(rows.shape())?;

@@ -129,6 +129,20 @@ fn letters_are_sorted_for_rewards() {
 }
 
 #[test]
+fn loads_of_experts_are_logged() {
+    let dir = tempfile::tempdir().unwrap();
+    write(&dir.path().join("prompts.jsonl"), 0..8, "answer");
+    // Another type of model removes the keys of the first.
+    let own = ["model.type=mixtral", "model.num_local_experts=4", "model.num_key_value_heads=2"];
+    let sets = ["data.batch_size=4", "trainer.max_steps=1"];
+    let without_weights = &GRPO[..GRPO.len() - 2];
+    let events = fit(dir.path(), &[&own, &MODEL[1..], without_weights, &sets].concat()).unwrap();
+    let most = metric(&events, "expert_load.max_share")[0];
+    // A token has two of the four.
+    assert!((0.25..=0.5).contains(&most), "{most}");
+}
+
+#[test]
 fn answers_are_equal_on_any_mesh() {
     let dir = folder();
     let tensor = "trainer.strategy={ type = 'model_parallel', tensor_parallel_size = 2, parallelize = 'llama' }";

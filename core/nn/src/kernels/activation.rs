@@ -82,7 +82,8 @@ fn times_slope<E: Element>(
     map2(x, grad, |x, grad| E::narrow(grad.widen() * slope(x.widen())))
 }
 
-fn sigmoid_portable(x: &Tensor) -> candle_core::Result<Tensor> {
+/// The sigmoid of each element, by tensor operations.
+pub(crate) fn sigmoid_portable(x: &Tensor) -> candle_core::Result<Tensor> {
     (x.neg()?.exp()? + 1.0)?.recip()
 }
 

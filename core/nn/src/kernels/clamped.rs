@@ -2,6 +2,7 @@
 
 use candle_core::Tensor;
 
+use super::activation::sigmoid_portable;
 use crate::Result;
 use crate::backend::{to_accumulation_dtype, uses_cpu_kernels};
 use crate::host::{Element, Float, host, tensor, with_element};
@@ -46,7 +47,7 @@ impl ClampedSwiGlu {
         let dtype = gate.dtype();
         let (gate, up) = (to_accumulation_dtype(gate)?, to_accumulation_dtype(up)?);
         let (gate, up) = (gate.minimum(self.limit)?, up.clamp(-self.limit, self.limit)?);
-        let glu = (&gate * sigmoid(&(&gate * self.alpha)?)?)?;
+        let glu = (&gate * sigmoid_portable(&(&gate * self.alpha)?)?)?;
         storage::cast(&((up + 1.0)? * glu)?, dtype)
     }
 
@@ -74,17 +75,13 @@ impl ClampedSwiGlu {
         let mask = |x: Tensor| x.to_dtype(grad.dtype());
         let (in_gate, in_up) = (mask(gate.le(self.limit)?)?, mask(up.abs()?.le(self.limit)?)?);
         let (gate, up) = (gate.minimum(self.limit)?, up.clamp(-self.limit, self.limit)?);
-        let s = sigmoid(&(&gate * self.alpha)?)?;
+        let s = sigmoid_portable(&(&gate * self.alpha)?)?;
         // The slope of `gate * sigmoid(alpha * gate)`.
         let slope = (&s + ((&gate * self.alpha)? * (&s * s.affine(-1.0, 1.0)?)?)?)?;
         let dgate = ((&grad * (up + 1.0)?)? * (slope * in_gate)?)?;
         let dup = (&grad * ((gate * s)? * in_up)?)?;
         Ok((storage::cast(&dgate, dtype)?, storage::cast(&dup, dtype)?))
     }
-}
-
-fn sigmoid(x: &Tensor) -> candle_core::Result<Tensor> {
-    (x.neg()?.exp()? + 1.0)?.recip()
 }
 
 /// The numbers of a [`ClampedSwiGlu`] in the type of the arithmetic.

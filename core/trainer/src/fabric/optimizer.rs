@@ -33,6 +33,8 @@ pub struct FabricOptimizer {
     position: Option<u64>,
     pub(super) unused: UnusedParameters,
     pub(super) steps: u64,
+    /// Whether an update has begun and not ended.
+    pub(super) updating: bool,
     /// Number of steps skipped because nothing counted.
     pub(super) skipped: u64,
     pub(super) current: CurrentStep,
@@ -61,6 +63,7 @@ impl FabricOptimizer {
             position: None,
             unused: UnusedParameters::default(),
             steps: 0,
+            updating: false,
             skipped: 0,
             current: CurrentStep::default(),
             average: None,

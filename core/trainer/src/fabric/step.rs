@@ -83,6 +83,8 @@ pub(super) struct CurrentStep {
     clip: Clip,
     /// Whether the gradients overflowed in f16; `None` until the norm is read.
     overflowed: Option<bool>,
+    /// Whether the update has changed nothing. Until the step is finished.
+    skipped: bool,
 }
 
 /// A step whose loss and norm stay on the device.
@@ -250,7 +252,7 @@ impl FabricOptimizer {
     pub(crate) fn update(&mut self) -> Result<PendingStep> {
         let _phase = self.runtime.phase("optimizer");
         // Taken first, so that an update that fails leaves nothing to the next one.
-        let CurrentStep { deferred, numbers, clip, overflowed } = mem::take(&mut self.current);
+        let CurrentStep { deferred, numbers, clip, overflowed, .. } = mem::take(&mut self.current);
         self.runtime.check_synchronised(self.index)?;
         if let Some(deferred) = deferred {
             return self.update_on_device(deferred, clip);
@@ -258,7 +260,8 @@ impl FabricOptimizer {
         let totals = self.step_totals(&[])?;
         let loss = self.check_loss(&totals)?;
         let numbers = numbers.unwrap_or(StepNumbers { loss, grad_norm: f64::NAN });
-        if totals.count == 0.0 {
+        self.current.skipped = totals.count == 0.0;
+        if self.current.skipped {
             self.skip();
             return Ok(PendingStep::known(numbers));
         }
@@ -266,7 +269,8 @@ impl FabricOptimizer {
         let overflowed = self.overflowed(overflowed)?;
         let factor = self.runtime.grad_scale(self.index)? * clip.factor.unwrap_or(1.0);
         let scale = GradScale { factor, clip_value: clip.value }.into();
-        self.apply((overflowed != Some(true)).then_some(&scale))?;
+        self.current.skipped = overflowed == Some(true);
+        self.apply((!self.current.skipped).then_some(&scale))?;
         if let Some(overflowed) = overflowed {
             self.end_scaled_step(overflowed)?;
         }
@@ -288,16 +292,25 @@ impl FabricOptimizer {
 
     /// Counts the step and updates parameters, state and averages. With `None` it only counts.
     fn apply(&mut self, scale: Option<&StepScale>) -> Result<()> {
+        self.updating = true;
         if let Some(scale) = scale {
             let factor = self.schedule_factor()?;
             self.inner.set_schedule_factor(factor);
             self.inner.step_by(scale)?;
         }
         self.steps += 1;
-        match (&mut self.average, scale) {
-            (Some(average), Some(scale)) if average.follows_steps() => average.update_after(scale),
-            _ => Ok(()),
+        if let (Some(average), Some(scale)) = (&mut self.average, scale)
+            && average.follows_steps()
+        {
+            average.update_after(scale)?;
         }
+        self.updating = false;
+        Ok(())
+    }
+
+    /// Whether an update has failed, so that only some values may be those after the step.
+    pub(crate) fn is_updating(&self) -> bool {
+        self.updating
     }
 
     /// Counts a step in which nothing counts. Parameters, state and averages stay as they are.
@@ -314,9 +327,10 @@ impl FabricOptimizer {
 
     /// The second half of [`step`](Self::step): clears the gradients and makes the model ready for
     /// the next forward. Collective.
-    pub(crate) fn finish_step(&self) -> Result<()> {
+    pub(crate) fn finish_step(&mut self) -> Result<()> {
         let phase = self.runtime.phase("zero grad");
-        self.runtime.finish_step(self.index)?;
+        let skipped = mem::take(&mut self.current.skipped);
+        self.runtime.finish_step(self.index, skipped)?;
         drop(phase);
         if let Some(profiler) = self.runtime.profiler() {
             profiler.end_step();

@@ -16,6 +16,7 @@ use crate::{Error, Result};
 use fulgurite_engine::collective::{Collective, ReduceOp};
 use fulgurite_engine::execution::read;
 use fulgurite_engine::mesh::{DP_CP, DP_SHARD_CP};
+use fulgurite_engine::module::ModuleTree;
 use fulgurite_engine::optim::{GradScale, SquaredNorm, StepScale};
 use fulgurite_engine::parameter::ParameterSlot;
 use fulgurite_engine::strategy::{Loss, StepTotals, StrategyContext};
@@ -189,9 +190,9 @@ impl StrategyRuntime {
         Ok(groups.into_iter().zip(norms).collect())
     }
 
-    /// Clears an optimizer's gradients after its update and makes the model ready for a forward.
-    /// Collective.
-    pub(crate) fn finish_step(&self, optimizer: usize) -> Result<()> {
+    /// Clears an optimizer's gradients after its update, or after a step that was skipped, and makes
+    /// the model ready for a forward. Collective.
+    pub(crate) fn finish_step(&self, optimizer: usize, skipped: bool) -> Result<()> {
         let context = self.context()?;
         let state = &mut *self.lock_state()?;
         state.clear_gradients(context, optimizer);
@@ -199,7 +200,10 @@ impl StrategyRuntime {
         // Replicas that train separately keep their own buffers until they synchronise.
         let differ = state.extensions().replicas_differ();
         let dim = if differ { DP_SHARD_CP } else { DP_CP };
-        self.after_step(dim)?;
+        match skipped {
+            true => forget_step(context.tree),
+            false => self.after_step(dim)?,
+        }
         self.synchronise_buffers(dim)
     }
 
@@ -209,7 +213,7 @@ impl StrategyRuntime {
         let context = self.context()?;
         let state = &mut *self.lock_state()?;
         context.slots.iter().for_each(ParameterSlot::abandon_backward);
-        context.tree.after_step().iter().for_each(|layer| drop(layer.take()));
+        forget_step(context.tree);
         (0..state.steps.len()).for_each(|optimizer| state.clear_gradients(context, optimizer));
         if state.extensions().abandon_step(context)? {
             return Ok(());
@@ -284,4 +288,9 @@ impl StepState {
         }
         self.count += count;
     }
+}
+
+/// Forgets what layers know of a step that changes nothing.
+fn forget_step(tree: &ModuleTree) {
+    tree.after_step().iter().for_each(|layer| drop(layer.take()));
 }

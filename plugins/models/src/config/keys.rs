@@ -247,7 +247,11 @@ pub const KEYS: &[Key] = &[
         "The most tokens that attention looks back in layers with a window, the token itself included.",
     ),
     key("use_sliding_window", KeyKind::Flag, "Whether layers have the window."),
-    key("max_window_layers", KeyKind::Integer, "The first of Qwen's layers with a window."),
+    key(
+        "max_window_layers",
+        KeyKind::Integer,
+        "The first of Qwen's layers with a window; in `qwen2_moe` the first behind these.",
+    ),
     key(
         "layer_types",
         KeyKind::List,

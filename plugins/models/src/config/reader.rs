@@ -35,6 +35,11 @@ impl<'a> Reader<'a> {
         self.raw(name)
     }
 
+    /// Whether the configuration sets a key, not a model's file.
+    pub(crate) fn is_set(&self, name: &str) -> bool {
+        self.config.get(name).is_some()
+    }
+
     fn raw(&self, name: &str) -> Option<&'a Value> {
         let of_file = || self.config.file().and_then(|(_, values)| values.get(name));
         self.config.get(name).or_else(of_file).filter(|value| !is_none(name, value))

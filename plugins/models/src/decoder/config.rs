@@ -90,8 +90,9 @@ pub struct ExpertsConfig {
     pub bias: bool,
     /// An expert that computes every token.
     pub shared: Option<SharedExpertConfig>,
-    /// The values of the experts' loads that training logs.
-    pub load_log: LoadLog,
+    /// The values of the experts' loads that training logs; `None` for
+    /// [`Summary`](LoadLog::Summary) where they are logged.
+    pub load_log: Option<LoadLog>,
     /// The factor of the [loss that balances experts](fulgurite_nn::load_balancing_loss) in
     /// [`Decoder::loss`](super::Decoder::loss); `None` leaves it out.
     pub balance: Option<f64>,

@@ -62,9 +62,18 @@ impl Decoder {
     /// Describes the model without `lm_head`, which computes [`hidden`](Self::hidden) states only.
     ///
     /// # Errors
-    /// As [`new`](Self::new), and if the configuration has the loss that balances experts.
+    /// As [`new`](Self::new), and if the configuration has the loss that balances experts, or logs
+    /// their loads.
     pub fn without_head(config: &DecoderConfig, b: &ModuleBuilder) -> Result<Self> {
         config.check_unbalanced()?;
+        let log = config.experts.and_then(|experts| experts.load_log);
+        if log.is_some_and(|log| log != LoadLog::None) {
+            return Err(Error::Config(
+                "`model.log_expert_load`: only modules of a model with a language head log the loads of experts; \
+                 leave it out"
+                    .to_owned(),
+            ));
+        }
         Self::headless(config, b)
     }
 
@@ -111,7 +120,7 @@ impl Decoder {
             max_positions: config.max_positions,
             ropes,
             balance: None,
-            load_log: config.experts.map_or(LoadLog::None, |experts| experts.load_log),
+            load_log: config.experts.and_then(|e| e.load_log).unwrap_or(LoadLog::Summary),
         })
     }
 

@@ -9,7 +9,7 @@ use crate::config::Reader;
 use crate::decoder::{DecoderConfig, ExpertsConfig, LoadLog};
 use crate::weights::WeightLayout;
 
-/// The keys of the number of experts. `transformers` takes either.
+/// The keys of the number of experts, of which most families of `transformers` take either.
 pub(super) const NUMBER: [&str; 2] = ["num_local_experts", "num_experts"];
 
 /// These keys in DeepSeek-V3 and the families that follow it.
@@ -60,7 +60,7 @@ impl ExpertFiles {
 }
 
 /// The number of experts, by either of two keys.
-pub(super) fn number_of_experts(
+fn number_of_experts(
     reader: &Reader<'_>,
     keys: [&str; 2],
     default: usize,
@@ -77,7 +77,7 @@ pub(super) fn number_of_experts(
     Ok((number.or(other).unwrap_or(default), key.to_owned()))
 }
 
-/// The number of experts, by either of two keys, and of those that a token uses.
+/// The number of experts, by either of two keys, and the number that a token uses.
 pub(super) fn numbers(
     reader: &Reader<'_>,
     keys: [&str; 2],
@@ -112,13 +112,14 @@ pub(super) fn mixture(
     })
 }
 
-fn load_log(reader: &Reader<'_>) -> Result<LoadLog> {
+fn load_log(reader: &Reader<'_>) -> Result<Option<LoadLog>> {
     let key = "log_expert_load";
     match reader.text(key)? {
-        Some("none") => Ok(LoadLog::None),
-        None | Some("summary") => Ok(LoadLog::Summary),
-        Some("layers") => Ok(LoadLog::Layers),
-        Some("experts") => Ok(LoadLog::Experts),
+        None => Ok(None),
+        Some("none") => Ok(Some(LoadLog::None)),
+        Some("summary") => Ok(Some(LoadLog::Summary)),
+        Some("layers") => Ok(Some(LoadLog::Layers)),
+        Some("experts") => Ok(Some(LoadLog::Experts)),
         Some(other) => {
             let expected = "expected \"none\", \"summary\", \"layers\" or \"experts\"";
             Err(reader.wrong(key, format!("{expected}, found \"{other}\"")))
@@ -197,8 +198,12 @@ pub(super) fn routed(
         bias: false,
         correction: Some(CorrectionBias { update_rate }),
     };
-    // `transformers` only returns these logits.
-    reader.flag_or("output_router_logits", false)?;
+    // In a file it does nothing, as in `transformers`, which has no loss for these logits.
+    if reader.flag_or("output_router_logits", false)? && reader.is_set("output_router_logits") {
+        let message =
+            "this family has no loss that balances experts; set `expert_bias_update_rate` instead";
+        return Err(reader.wrong("output_router_logits", message));
+    }
     let shared = reader.size_or("n_shared_experts", 1)?;
     let Some(intermediate_size) = shared.checked_mul(width) else {
         return Err(reader.wrong("n_shared_experts", "has more elements than can be counted"));

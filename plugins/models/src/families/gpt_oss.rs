@@ -66,8 +66,8 @@ pub(super) fn gpt_oss(reader: &Reader<'_>) -> Result<Description> {
         balance: balance(reader)?,
         ..mixture(reader, numbers(reader, NUMBER, [128, 4])?, width)?
     });
-    let (ours, theirs) = ("model.layers.*.mlp.experts", "model.layers.*.mlp.experts");
-    let path = |name: &str| format!("{theirs}.{name}");
+    let ours = "model.layers.*.mlp.experts";
+    let path = |name: &str| format!("{ours}.{name}");
     let weights = layout()
         .rename("model.layers.*.mlp.gate.*", "model.layers.*.mlp.router.*")
         .interleave_stacked(ours, &["gate_proj.weight", "up_proj.weight"], &path("gate_up_proj"))

@@ -143,6 +143,9 @@ pub(crate) fn class_name(model_type: &str, module: &str) -> Option<String> {
             return Some("Gemma3ForCausalLM".to_owned());
         }
         "token_classification" if ["Gemma3Text", "Olmo2"].contains(&class) => return None,
+        "sequence_classification" | "reward" | "token_classification" if class == "Glm4Moe" => {
+            return None;
+        }
         "causal_lm" | "chat" | "preference" | "kto" | "grpo" if class == "GPT2" => "LMHeadModel",
         "causal_lm" | "chat" | "preference" | "kto" | "grpo" => "ForCausalLM",
         "masked_lm" => "ForMaskedLM",

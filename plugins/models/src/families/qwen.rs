@@ -39,24 +39,28 @@ pub(super) fn qwen3(reader: &Reader<'_>) -> Result<Description> {
 pub(super) fn qwen3_moe(reader: &Reader<'_>) -> Result<Description> {
     let mut config = decoder(reader, &Defaults { kv_heads: Some(4), ..DEFAULTS })?;
     set_attention(reader, &mut config)?;
-    let uses = reader.flag_or("use_sliding_window", false)?;
-    let window = reader.nullable_size("sliding_window", Some(4096))?.filter(|_| uses);
+    let window = window(reader)?;
     set_windows(&mut config.layers, |_| true, window);
     // `transformers` has the key in files, and no use for it.
     reader.integer_or("max_window_layers", 0)?;
     sparse_layers(reader, &mut config)?;
-    let experts = experts(reader, [128, 8], 768)?;
+    let experts = experts(reader, NUMBER, [128, 8], 768)?;
     Ok(with_experts(config, experts))
 }
 
 /// The mixtures of experts, with defaults for the numbers of experts and their width.
-fn experts(reader: &Reader<'_>, defaults: [usize; 2], width: usize) -> Result<ExpertsConfig> {
+fn experts(
+    reader: &Reader<'_>,
+    keys: [&str; 2],
+    defaults: [usize; 2],
+    width: usize,
+) -> Result<ExpertsConfig> {
     let width = reader.size_or("moe_intermediate_size", width)?;
     let normalize = reader.flag_or("norm_topk_prob", false)?;
     Ok(ExpertsConfig {
         router: RouterConfig { normalize, ..RouterConfig::default() },
         balance: balance(reader)?,
-        ..mixture(reader, numbers(reader, NUMBER, defaults)?, width)?
+        ..mixture(reader, numbers(reader, keys, defaults)?, width)?
     })
 }
 
@@ -68,8 +72,7 @@ fn with_experts(config: DecoderConfig, experts: ExpertsConfig) -> Description {
 pub(super) fn qwen2_moe(reader: &Reader<'_>) -> Result<Description> {
     let mut config = decoder(reader, &Defaults { kv_heads: Some(16), ..DEFAULTS })?;
     config.qkv_bias = reader.flag_or("qkv_bias", true)?;
-    let uses = reader.flag_or("use_sliding_window", false)?;
-    let window = reader.nullable_size("sliding_window", Some(4096))?.filter(|_| uses);
+    let window = window(reader)?;
     let last = reader.integer_or("max_window_layers", 28)?;
     // Every other layer, as in `transformers`.
     let windowed =
@@ -78,7 +81,7 @@ pub(super) fn qwen2_moe(reader: &Reader<'_>) -> Result<Description> {
     sparse_layers(reader, &mut config)?;
     let intermediate_size = reader.size_or("shared_expert_intermediate_size", 5632)?;
     let shared = Some(SharedExpertConfig { intermediate_size, gated: true });
-    let experts = ExpertsConfig { shared, ..experts(reader, [60, 4], 1408)? };
+    let experts = ExpertsConfig { shared, ..experts(reader, ["num_experts"; 2], [60, 4], 1408)? };
     Ok(with_experts(config, experts))
 }
 
@@ -91,9 +94,18 @@ fn set_attention(reader: &Reader<'_>, config: &mut DecoderConfig) -> Result<()> 
     Ok(())
 }
 
+/// The window of layers that have one.
+fn window(reader: &Reader<'_>) -> Result<Option<usize>> {
+    if reader.flag_or("use_sliding_window", false)? {
+        return reader.nullable_size("sliding_window", Some(4096));
+    }
+    // Without the window, `transformers` writes 0.
+    reader.value("sliding_window");
+    Ok(None)
+}
+
 fn with_window(reader: &Reader<'_>, mut config: DecoderConfig) -> Result<DecoderConfig> {
-    let uses = reader.flag_or("use_sliding_window", false)?;
-    let window = reader.nullable_size("sliding_window", Some(4096))?.filter(|_| uses);
+    let window = window(reader)?;
     let first = reader.integer_or("max_window_layers", 28)?;
     let windowed = reader.windowed_layers(config.layers.len(), |i| i >= first)?;
     set_windows(&mut config.layers, |i| windowed[i], window);

@@ -5,9 +5,14 @@ use std::path::Path;
 
 use candle_core::IndexOp as _;
 use fulgurite::core::checkpoint::{self, TensorSource};
+use fulgurite::core::module::ModuleInit;
+use fulgurite::core::nn::RopeScaling;
 use fulgurite::core::shard::Region;
 use fulgurite::prelude::*;
-use fulgurite_models::{ExpertsConfig, LoadLog, MappedSource, ModelConfig, WeightLayout};
+use fulgurite_models::{
+    DecoderConfig, ExpertsConfig, LatentConfig, LoadLog, MappedSource, ModelConfig,
+    SequenceClassification, WeightLayout,
+};
 use serde_json::json;
 
 use crate::experts::changed;
@@ -101,11 +106,17 @@ fn parts_of_stacks_are_read() {
     }
 }
 
-fn describe(kind: &str, keys: &str) -> Result<ExpertsConfig> {
+fn text(kind: &str, keys: &str) -> String {
     let size = "hidden_size = 64\nintermediate_size = 16\nnum_hidden_layers = 5\nvocab_size = 9\nnum_attention_heads = 16\n";
-    let mut config: ModelConfig =
-        toml::from_str(&format!("type = '{kind}'\n{size}{keys}")).unwrap();
-    Ok(config.decoder()?.experts.unwrap())
+    format!("type = '{kind}'\n{size}{keys}")
+}
+
+fn decoder(kind: &str, keys: &str) -> Result<DecoderConfig> {
+    toml::from_str::<ModelConfig>(&text(kind, keys)).unwrap().decoder()
+}
+
+fn describe(kind: &str, keys: &str) -> Result<ExpertsConfig> {
+    Ok(decoder(kind, keys)?.experts.unwrap())
 }
 
 #[test]
@@ -134,9 +145,86 @@ fn defaults_are_those_of_transformers() {
         ("experts", LoadLog::Experts),
     ] {
         let found = describe("mixtral", &format!("log_expert_load = '{value}'"));
-        assert_eq!(found.unwrap().load_log, expected);
+        assert_eq!(found.unwrap().load_log, Some(expected));
     }
-    assert_eq!(gpt.load_log, LoadLog::Summary);
+    assert_eq!(gpt.load_log, None);
+}
+
+#[test]
+fn attention_has_the_defaults_of_transformers() {
+    let deepseek = decoder("deepseek_v3", "").unwrap();
+    let latent = LatentConfig {
+        q_lora_rank: Some(1536),
+        kv_lora_rank: 512,
+        qk_nope_head_dim: 128,
+        qk_rope_head_dim: 64,
+        v_head_dim: 128,
+        rope_interleave: true,
+    };
+    assert_eq!(deepseek.latent, Some(latent));
+    let has_experts = |decoder: &DecoderConfig| -> Vec<bool> {
+        decoder.layers.iter().map(|layer| layer.has_experts).collect()
+    };
+    assert_eq!(has_experts(&deepseek), [false, false, false, true, true]);
+    let gpt = decoder("gpt_oss", "").unwrap();
+    assert_eq!((gpt.ropes[0].theta, gpt.head_dim, gpt.num_kv_heads), (150_000.0, 64, 8));
+    assert!(gpt.sinks && gpt.qkv_bias && gpt.output_bias);
+    let RopeScaling::Yarn { factor, original_max_positions, truncate, .. } = gpt.ropes[0].scaling
+    else {
+        panic!("{:?}", gpt.ropes[0].scaling);
+    };
+    assert_eq!((factor, original_max_positions, truncate), (32.0, 4096, false));
+    let windows: Vec<_> = gpt.layers.iter().map(|layer| layer.window).collect();
+    assert_eq!(windows, [Some(128), None, Some(128), None, Some(128)]);
+    let glm = decoder("glm4_moe", "").unwrap();
+    assert_eq!((glm.head_dim, glm.ropes[0].rotary_dim, glm.num_kv_heads), (4, 2, 8));
+    assert!(glm.qk_norm.is_none() && !glm.qkv_bias);
+    assert_eq!(has_experts(&glm), [false, true, true, true, true]);
+}
+
+#[test]
+fn qwen_reads_windows_that_files_have() {
+    let windows = |kind: &str, keys: &str| -> Vec<Option<usize>> {
+        let decoder = decoder(kind, keys).unwrap();
+        decoder.layers.iter().map(|layer| layer.window).collect()
+    };
+    // `transformers` writes 0 where no layer has a window.
+    for name in ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe"] {
+        let temp = tempfile::tempdir().unwrap();
+        let without =
+            json!({ "use_sliding_window": false, "sliding_window": 0, "layer_types": null });
+        let decoder = changed(name, &without, temp.path()).decoder().unwrap();
+        assert!(decoder.layers.iter().all(|layer| layer.window.is_none()), "{name}");
+    }
+    let keys = "use_sliding_window = true\nsliding_window = 7\nmax_window_layers = 2\nnum_key_value_heads = 4";
+    assert_eq!(windows("qwen2", keys), [None, None, Some(7), Some(7), Some(7)]);
+    assert_eq!(windows("qwen3_moe", keys), [Some(7); 5]);
+}
+
+#[test]
+fn keys_of_other_families_are_refused() {
+    for (kind, keys, expected) in [
+        ("qwen2_moe", "num_local_experts = 4", "`model.num_local_experts`"),
+        ("deepseek_v3", "output_router_logits = true", "set `expert_bias_update_rate` instead"),
+        ("glm4_moe", "output_router_logits = true", "set `expert_bias_update_rate` instead"),
+        ("mixtral", "expert_bias_update_rate = 0.1", "`model.expert_bias_update_rate`"),
+        ("mixtral", "log_expert_load = 'all'", "found \"all\""),
+        ("llama", "log_expert_load = 'none'", "`model.log_expert_load`"),
+    ] {
+        let error = decoder(kind, keys).unwrap_err().to_string();
+        assert!(error.contains(expected), "{kind}, {keys}: {error}");
+    }
+    let temp = tempfile::tempdir().unwrap();
+    // In files the key does nothing.
+    changed("deepseek_v3", &json!({ "output_router_logits": true }), temp.path())
+        .decoder()
+        .unwrap();
+    let mut config: ModelConfig =
+        toml::from_str(&text("glm4_moe", "log_expert_load = 'layers'")).unwrap();
+    config.set("num_labels", 2).unwrap();
+    let b = ModuleBuilder::new(ModuleInit::default());
+    let error = SequenceClassification::configure_model(&config, &b).err().unwrap().to_string();
+    assert!(error.contains("`model.log_expert_load`: only modules of a model with"), "{error}");
 }
 
 #[test]

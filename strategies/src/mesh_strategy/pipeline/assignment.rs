@@ -53,8 +53,8 @@ impl Assignment {
         };
         if let Some(buffer) = tree.persistent_buffers().next() {
             return Err(Error::Config(format!(
-                "`trainer.strategy.pipeline_parallel_size`: the model has the buffer `{}`, which changes in a forward \
-                 and is saved, and stages do not exchange buffers",
+                "`trainer.strategy.pipeline_parallel_size`: the model has the buffer `{}`, which checkpoints \
+                 save, and stages do not exchange buffers",
                 buffer.fqn()
             )));
         }
