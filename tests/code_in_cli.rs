@@ -1,11 +1,16 @@
 //! A program that passes a callback and a parallelize function to its command line in code. The
 //! test starts itself as that program.
 
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 use std::process::{Command, ExitCode, Output};
+use std::time::Duration;
 
 use fulgurite::cli::Cli;
+use fulgurite::core::nn::BatchNorm;
 use fulgurite::prelude::*;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 struct Double(Unit<Linear>);
 
@@ -65,11 +70,60 @@ impl Hooks for SaysTheEnd {
 
 impl Callback for SaysTheEnd {}
 
-/// Set in the process that acts as the program.
+/// A model whose forward changes a buffer: the running statistics of a batch norm. Rank 1 of the
+/// first generation ends by a signal in step 3, between the forwards of two micro-batches.
+struct Normed {
+    norm: BatchNorm,
+    last: Unit<Linear>,
+}
+
+impl Normed {
+    fn loss(&self, x: &Tensor) -> Result<Loss> {
+        let error = (self.last.forward(&self.norm.forward(x)?)? - (x * 2.0)?)?;
+        Ok(Loss::new(error.sqr()?.sum_all()?, x.dim(0)? as f64))
+    }
+}
+
+impl LightningModule for Normed {
+    type Config = NoKeys;
+    type Data = Numbers;
+
+    fn configure_model(_: &NoKeys, b: &ModuleBuilder) -> Result<Self> {
+        let norm = BatchNorm::new(&b.pp("norm"), 1)?;
+        Ok(Self { norm, last: b.unit("last", |b| Linear::new(b, 1, 1))? })
+    }
+
+    fn training_step(&mut self, x: &Tensor, ctx: &mut StepContext) -> Result<Loss> {
+        let aborts = loses(&["step", "start"]) && generation() == Some(0);
+        if aborts && (ctx.rank, ctx.step, ctx.batch_index) == (1, 3, 1) {
+            std::process::abort();
+        }
+        self.loss(x)
+    }
+
+    fn validation_step(&mut self, x: &Tensor, _: &mut StepContext) -> Result<Loss> {
+        self.loss(x)
+    }
+}
+
+impl Hooks<Numbers> for Normed {}
+
+/// Set in the process that acts as the program; its value is the program.
 const AS_PROGRAM: &str = "FULGURITE_TEST_CODE_IN_CLI";
+/// Where [`Normed`] loses a rank: `none`, `step`, or also at the `start` of the new process.
+const LOSES: &str = "FULGURITE_TEST_LOSES";
+
+fn loses(at: &[&str]) -> bool {
+    std::env::var(LOSES).is_ok_and(|found| at.contains(&&*found))
+}
+
+/// The generation of this rank's process.
+fn generation() -> Option<u64> {
+    std::env::var("FULGURITE_GENERATION").ok()?.parse().ok()
+}
 
 /// Runs the program with these arguments.
-fn run(directory: &std::path::Path, args: &[&str]) -> Output {
+fn run(directory: &Path, args: &[&str]) -> Output {
     let mut command = Command::new(std::env::current_exe().unwrap());
     let common = ["--set", "trainer.max_steps=1", "--set", "trainer.devices=2"];
     command.env(AS_PROGRAM, "1").args(args).args(common).current_dir(directory).output().unwrap()
@@ -92,13 +146,102 @@ fn tests() {
     assert_eq!(refused.status.code(), Some(1));
     let stderr = text(&refused.stderr);
     assert!(stderr.contains("strategy `ddp` takes no parallelize function"), "{stderr}");
+    buffers_go_on_without_the_lost_step();
+    checkpoints_are_those_without_a_loss();
     println!("test result: ok");
 }
 
+/// Trains [`Normed`] on two ranks in the folder. Returns the events.
+fn train(directory: &Path, loses: &str, sets: &[&str]) -> Vec<Value> {
+    let common = [
+        "trainer.max_steps=6",
+        "trainer.devices=2",
+        "trainer.accumulate_grad_batches=2",
+        "trainer.val_check_interval=1",
+        "trainer.elastic.enabled=true",
+    ];
+    let run = Command::new(std::env::current_exe().unwrap())
+        .args(["fit", "--output", "json"])
+        .args(common.iter().chain(sets).flat_map(|set| ["--set", set]))
+        .env(AS_PROGRAM, "normed")
+        .env(LOSES, loses)
+        .current_dir(directory)
+        .output()
+        .unwrap();
+    assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+    let lines = String::from_utf8(run.stdout).unwrap();
+    lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// The values of events by step. What was cut off by a loss is reported again.
+fn by_step(events: &[Value], kind: &str, key: &str) -> BTreeMap<u64, f64> {
+    let all = events.iter().filter(|event| event["event"] == kind);
+    all.map(|event| (event["step"].as_u64().unwrap(), event[key].as_f64().unwrap())).collect()
+}
+
+/// After the loss of a rank, buffers are those before the step that is taken again. A new process
+/// that does not come in time is lost too.
+fn buffers_go_on_without_the_lost_step() {
+    let directory = tempfile::tempdir().unwrap();
+    let ddp = "trainer.strategy=ddp";
+    let expected = train(directory.path(), "none", &[ddp]);
+    for (loses, sets, generation) in
+        [("step", &[ddp][..], 1.0), ("start", &[ddp, "trainer.elastic.join_timeout_secs=2"], 2.0)]
+    {
+        let found = train(directory.path(), loses, sets);
+        let generations = by_step(&found, "generation", "generation");
+        assert_eq!(generations, BTreeMap::from([(2, generation)]));
+        for (kind, key) in [("step", "train_loss"), ("validation", "val_loss")] {
+            assert_eq!(by_step(&expected, kind, key).len(), 6);
+            assert_eq!(by_step(&found, kind, key), by_step(&expected, kind, key), "{loses}: {key}");
+        }
+    }
+}
+
+/// The checkpoints and the end of a run are those without the loss.
+fn checkpoints_are_those_without_a_loss() {
+    let callbacks = "trainer.callbacks=[\
+        { type = 'model_checkpoint', monitor = 'val_loss', mode = 'max', save_top_k = 2, filename = 'best-{step}' }, \
+        { type = 'early_stopping', monitor = 'val_loss', mode = 'max', patience = 4 }]";
+    let sets =
+        [callbacks, "trainer.max_steps=20", "checkpoint.dir=saved", "checkpoint.every_n_steps=1"];
+    for more in [
+        &["trainer.strategy=ddp", "checkpoint.keep_last=3"][..],
+        &["trainer.strategy=ddp", "checkpoint.save_top_k=2", "checkpoint.monitor=val_loss"],
+        &[
+            "trainer.strategy=fsdp",
+            "trainer.elastic.replicas=1",
+            "checkpoint.async_save=true",
+            "checkpoint.keep_last=3",
+        ],
+    ] {
+        let sets = [&sets, more].concat();
+        let run = |loses: &str| {
+            let directory = tempfile::tempdir().unwrap();
+            let events = train(directory.path(), loses, &sets);
+            let saved = std::fs::read_dir(directory.path().join("saved")).unwrap();
+            let saved = saved.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+            (by_step(&events, "step", "train_loss"), saved.collect::<BTreeSet<_>>())
+        };
+        let (expected, found) = (run("none"), run("step"));
+        assert!(expected.0.len() < 20, "no early stop in {} steps", expected.0.len());
+        assert_eq!(found, expected, "{more:?}");
+    }
+}
+
 fn main() -> ExitCode {
-    if std::env::var_os(AS_PROGRAM).is_none() {
-        tests();
-        return ExitCode::SUCCESS;
+    match std::env::var(AS_PROGRAM).as_deref() {
+        Err(_) => {
+            tests();
+            return ExitCode::SUCCESS;
+        }
+        Ok("normed") => {
+            if loses(&["start"]) && generation() == Some(1) {
+                std::thread::sleep(Duration::from_secs(60));
+            }
+            return Cli::new("normed", "Has a batch norm").run::<Normed>();
+        }
+        Ok(_) => {}
     }
     Cli::new("double", "Learns to double")
         .with_callback(SaysTheEnd::default)

@@ -1,10 +1,15 @@
 //! Trainings that lose ranks and go on (`trainer.elastic`).
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
+use fulgurite::core::config::ConfigLayers;
+use fulgurite::core::fabric::Fabric;
+use fulgurite::core::run::RunConfig;
 use rustix::process::{Signal, kill_process};
 use serde_json::Value;
+use toml::Table;
 
 use crate::program::{Job, Run, Running, Scratch, assert_close};
 
@@ -45,9 +50,11 @@ fn gone_on(run: &Run) -> Vec<Value> {
 /// Asserts that nothing is left in the memory and the temporary files of this host.
 #[track_caller]
 fn left_nothing(scratch: &Scratch, supervisor: i32) {
-    let own = format!("fulgurite-elastic-{supervisor}");
+    let own = format!("fulgurite-elastic-{supervisor}-");
     for root in [Path::new("/dev/shm"), &scratch.temporary()] {
-        assert!(!root.join(&own).exists(), "{}", root.join(own).display());
+        let names = fs::read_dir(root).unwrap().flatten().map(|entry| entry.file_name());
+        let left: Vec<_> = names.filter(|name| name.to_string_lossy().starts_with(&own)).collect();
+        assert!(left.is_empty(), "{left:?} in {}", root.display());
     }
 }
 
@@ -97,7 +104,7 @@ fn lost_shards_come_from_their_copies() {
         let run = running.wait();
         let generation = &gone_on(&run)[0];
         assert_eq!(generation["from"], "the copies in the host's memory");
-        assert!(generation["repeated_steps"].as_u64() <= Some(2), "{generation}");
+        assert!(generation["repeated_steps"].as_u64().unwrap() <= 2, "{generation}");
         assert_eq!(run.losses(), expected);
         left_nothing(&scratch, supervisor);
     }
@@ -116,7 +123,7 @@ fn lost_shards_come_from_the_last_checkpoint() {
     let generation = &gone_on(&kill_once(&job, 0))[0];
     assert_eq!(
         (&generation["from"], &generation["step"]),
-        (&"the begin of the run".into(), &0.into())
+        (&"the start of the run".into(), &0.into())
     );
 }
 
@@ -133,6 +140,54 @@ fn replica_of_shards_needs_no_copy() {
         (&"the memory of ranks [0, 1]".into(), &0.into())
     );
     assert_eq!(run.losses(), expected);
+}
+
+#[test]
+fn replicas_and_stages_of_other_meshes_go_on() {
+    let scratch = Scratch::with_tokens();
+    for (strategy, devices, from) in [
+        (
+            "{ type = \"model_parallel\", tensor_parallel_size = 2, data_parallel_replicate_size = 2, \
+             parallelize = \"llama\" }",
+            4,
+            "the memory of ranks [",
+        ),
+        (
+            "{ type = \"model_parallel\", pipeline_parallel_size = 2 }",
+            2,
+            "the copies in the host's memory",
+        ),
+    ] {
+        let job = undisturbed(&scratch, strategy, devices)
+            .set(&["trainer.elastic.replicas=1", "trainer.accumulate_grad_batches=2"]);
+        let expected = job.succeed().losses();
+        let run = kill_once(&job, 1);
+        let found = &gone_on(&run)[0]["from"];
+        assert!(found.as_str().unwrap().starts_with(from), "{found}");
+        assert_eq!(run.losses(), expected, "{strategy}");
+    }
+}
+
+#[test]
+fn averages_of_schedule_free_optimizers_go_on() {
+    let scratch = Scratch::with_tokens();
+    let keys = [
+        "optimizer={ type = \"schedule_free_adamw\", lr = 2.5e-3 }",
+        "scheduler=\"constant\"",
+        "trainer.val_check_interval=1",
+        "data.validation_fraction=0.3",
+        "trainer.elastic.replicas=1",
+    ];
+    for strategy in ["ddp", "fsdp"] {
+        let mut job = undisturbed(&scratch, strategy, 2);
+        job.replace("scheduler.warmup_steps=3", "scheduler=\"constant\"");
+        let job = job.set(&keys);
+        let before = job.succeed();
+        let run = kill_once(&job, 1);
+        gone_on(&run);
+        assert_eq!(run.losses(), before.losses());
+        assert_eq!(validations(&run), validations(&before));
+    }
 }
 
 #[test]
@@ -161,12 +216,6 @@ fn validations_and_averages_go_on() {
     let run = kill_once(&job, 1);
     gone_on(&run);
     assert_eq!(run.losses(), before.losses());
-    let validations = |run: &Run| {
-        let all = run.events_of("validation").into_iter();
-        let mut all: Vec<_> = all.map(|e| (e["step"].as_u64(), e["val_loss"].as_f64())).collect();
-        all.dedup();
-        all
-    };
     assert_eq!(validations(&run), validations(&before));
     let saved = |run: &Run| -> Vec<Value> {
         run.events_of("checkpoint").into_iter().map(|mut e| e["step"].take()).collect()
@@ -269,8 +318,21 @@ fn settings_that_cannot_go_on_are_refused() {
     insta::assert_snapshot!(failing("trainer.elastic.replicas=2"), @"error: `trainer.elastic.replicas`: must be 0 or 1, found 2: one host has one memory");
     insta::assert_snapshot!(failing("trainer.elastic.join_timeout_secs=0"), @"error: `trainer.elastic.join_timeout_secs`: must be at least 1, found 0");
     insta::assert_snapshot!(failing("trainer.num_nodes=2"), @"error: `trainer.elastic`: goes on with the ranks of one host, and `trainer.num_nodes` = 2: leave it out, and let `fulgurite run --max-restarts` or the launcher start the ranks again");
+    let diloco = "trainer.strategy={ type = \"diloco\", sync_every = 5 }";
+    let error = job.clone().set(&[diloco, "trainer.elastic.replicas=1"]).fail();
+    assert!(error.contains("`trainer.elastic.replicas`: this strategy lets"), "{error}");
+    let layers = ConfigLayers::new().set("trainer.elastic.enabled=true").unwrap();
+    let run = RunConfig::<Table, Table>::from_layers(layers).unwrap();
+    let error = Fabric::from_config(&run).unwrap().launch().err().unwrap().to_string();
+    assert!(error.contains("a loop over Fabric cannot go on"), "{error}");
     let error = job.under_agent(&["--nproc-per-node", "2"]).fail();
     assert!(error.contains("works with ranks that this program starts itself"), "{error}");
+}
+
+/// The losses of validations by step. A validation that was cut off runs again.
+fn validations(run: &Run) -> BTreeMap<u64, f64> {
+    let of = |e: &Value| Some((e["step"].as_u64()?, e["val_loss"].as_f64()?));
+    run.events_of("validation").iter().map(|e| of(e).unwrap()).collect()
 }
 
 /// The last lines of stderr.

@@ -76,6 +76,13 @@ pub struct SaveRequest {
 }
 
 impl SaveRequest {
+    /// Bytes of this rank's parts.
+    pub fn bytes(&self) -> u64 {
+        let tensors = self.model.iter().chain(&self.optimizer);
+        let bytes = tensors.map(|t| t.values.elem_count() * t.values.dtype().size_in_bytes());
+        bytes.sum::<usize>() as u64
+    }
+
     /// Saves to `io`, as [`save`] does, then updates [`LAST`](super::LAST) and removes old
     /// checkpoints. Collective.
     ///

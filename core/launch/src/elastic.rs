@@ -56,6 +56,11 @@ pub(super) struct Invitation {
     pub(super) members: Vec<Option<usize>>,
 }
 
+/// Time to connect to the next store, which listens already.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
+/// The supervisor alone decides which ranks have not come in time.
+pub(super) const UNLIMITED: Duration = Duration::from_secs(365 * 24 * 3600);
+
 /// Begins an invitation in the message of a failure.
 const MARK: &str = "\nnext generation: ";
 
@@ -91,14 +96,15 @@ pub fn first_world_size() -> Option<usize> {
 /// Joins the next generation of this process's job, if its supervisor has begun one.
 ///
 /// Call it after an error of a collective. It waits up to `within` until the reason of the error is
-/// known, and then up to `timeout` for the other ranks. Every
+/// known, and then until all ranks have come: the supervisor ends those that do not. Every
 /// [`LaunchedRank`] of the generation before stays valid, but its store is closed.
 ///
 /// Returns `None` if there is no next generation: the job has another failure, or none.
 ///
 /// # Errors
-/// If this process has no place in the next generation, or the others do not come.
-pub fn join_next_generation(within: Duration, timeout: Duration) -> Result<Option<LaunchedRank>> {
+/// If this process has no place in the next generation; [`Error::Interrupted`] if it is asked to end
+/// meanwhile.
+pub fn join_next_generation(within: Duration) -> Result<Option<LaunchedRank>> {
     let Some(mut before) = membership() else { return Ok(None) };
     let _starting = Starting::new();
     loop {
@@ -111,9 +117,9 @@ pub fn join_next_generation(within: Duration, timeout: Duration) -> Result<Optio
             let message = reason(&message).to_owned();
             return Err(Error::PeerFailed { rank: lost, message });
         };
-        let joined = join(before, &invitation, rank, timeout)?;
+        let joined = join(before, &invitation, rank)?;
         joined.end_on_panic();
-        match joined.client.wait_for_all(timeout) {
+        match joined.client.wait_for_all(UNLIMITED) {
             Ok(()) => return Ok(Some(joined.launched())),
             // Another rank was lost meanwhile.
             Err(Error::PeerFailed { .. }) => before = joined,
@@ -123,12 +129,7 @@ pub fn join_next_generation(within: Duration, timeout: Duration) -> Result<Optio
 }
 
 /// Connects to the store of the next generation.
-fn join(
-    before: &Membership,
-    invitation: &Invitation,
-    rank: usize,
-    timeout: Duration,
-) -> Result<&'static Membership> {
+fn join(before: &Membership, invitation: &Invitation, rank: usize) -> Result<&'static Membership> {
     let world_size = invitation.members.len();
     let info =
         RankInfo { rank, world_size, local_rank: rank, local_world_size: world_size, node_rank: 0 };
@@ -138,7 +139,7 @@ fn join(
     let env = RankEnv { generation: invitation.generation, info, port: invitation.port, ..env };
     let identity = ClientIdentity { key: env.key(), rank, world_size };
     let options = client_options(StoreHost::Supervisor);
-    let client = TcpStore::connect_with("127.0.0.1", env.port, identity, timeout, options)?;
+    let client = TcpStore::connect_with("127.0.0.1", env.port, identity, CONNECT_TIMEOUT, options)?;
     let membership = Membership {
         info,
         generation: invitation.generation,

@@ -2,13 +2,17 @@
 //!
 //! They outlive the ranks. The supervisor makes and removes them.
 
-use std::os::unix::fs::DirBuilderExt as _;
+use std::fs::File;
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{FlockOperation, flock};
+
 use super::rank::membership;
-use super::rank_env::is_running;
 
 const PREFIX: &str = "fulgurite-elastic-";
+/// Locked by the supervisor as long as it lives.
+const LOCK: &str = "lock";
 /// Part of a file system that stays free.
 const MARGIN_BYTES: u64 = 16 << 20;
 
@@ -17,58 +21,74 @@ fn roots() -> [PathBuf; 2] {
     [PathBuf::from("/dev/shm"), std::env::temp_dir()]
 }
 
-fn directory(root: &Path, supervisor: i32) -> PathBuf {
-    root.join(format!("{PREFIX}{supervisor}"))
+/// The directory of the job whose supervisor started at this time, in seconds since 1970. Process
+/// ids alone are not unique: containers that share a directory may have their own.
+fn directory(root: &Path, supervisor: i32, started: f64) -> PathBuf {
+    // With as many digits as ranks read in their variables.
+    root.join(format!("{PREFIX}{supervisor}-{started:.6}"))
 }
 
 /// The directories of a supervisor's job. Dropping it removes them.
-pub(super) struct JobMemory(Vec<PathBuf>);
+pub(super) struct JobMemory(Vec<(PathBuf, File)>);
 
 impl JobMemory {
     /// Makes the directories of this supervisor, and removes those that killed ones have left.
-    pub(super) fn new() -> Self {
+    pub(super) fn new(started: f64) -> Self {
         let own = std::process::id().cast_signed();
-        let mut made = Vec::new();
-        for root in roots() {
+        let make = |root: PathBuf| {
             remove_abandoned(&root);
-            let path = directory(&root, own);
-            // Without the directory in memory, the other one is used.
-            if std::fs::DirBuilder::new().mode(0o700).create(&path).is_ok() {
-                made.push(path);
-            }
-        }
-        Self(made)
+            make(directory(&root, own, started))
+        };
+        // Without the directory in memory, the other one is used.
+        Self(roots().into_iter().filter_map(|root| make(root).ok()).collect())
     }
 }
 
 impl Drop for JobMemory {
     fn drop(&mut self) {
-        for path in &self.0 {
+        for (path, _) in &self.0 {
             let _ = std::fs::remove_dir_all(path);
         }
     }
 }
 
+fn make(path: PathBuf) -> std::io::Result<(PathBuf, File)> {
+    std::fs::DirBuilder::new().mode(0o700).create(&path)?;
+    let lock = File::create(path.join(LOCK))?;
+    flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
+    Ok((path, lock))
+}
+
 fn remove_abandoned(root: &Path) {
     let entries = std::fs::read_dir(root).into_iter().flatten().flatten();
     for entry in entries {
-        let name = entry.file_name();
-        let pid = name.to_str().and_then(|name| name.strip_prefix(PREFIX)?.parse::<i32>().ok());
-        if pid.is_some_and(|pid| !is_running(pid)) {
-            // An error means that it belongs to another user.
+        if entry.file_name().to_str().is_none_or(|name| !name.starts_with(PREFIX)) {
+            continue;
+        }
+        // Without a lock its supervisor is just making it; other users' cannot be opened.
+        let Ok(lock) = File::open(entry.path().join(LOCK)) else { continue };
+        if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_ok() {
             let _ = std::fs::remove_dir_all(entry.path());
         }
     }
 }
 
-/// Returns the directory for `bytes` that ranks of this job share and that outlives them: in memory
-/// if there is room. `None` without a supervisor that makes one
-/// ([`LaunchOptions::elastic`](crate::LaunchOptions::elastic)), or without room.
+/// Returns the directories that ranks of this job share and that outlive them, the best first.
+/// None without a supervisor that makes them
+/// ([`LaunchOptions::elastic`](crate::LaunchOptions::elastic)).
+pub fn job_memories() -> Vec<PathBuf> {
+    let Some(membership) = membership() else { return Vec::new() };
+    let Some(supervisor) = membership.supervisor else { return Vec::new() };
+    let own = rustix::process::geteuid().as_raw();
+    let is_own = |path: &PathBuf| path.metadata().is_ok_and(|found| found.uid() == own);
+    let dirs = roots().map(|root| directory(&root, supervisor, membership.started));
+    dirs.into_iter().filter(is_own).collect()
+}
+
+/// Returns the first of [`job_memories`] with room for `bytes`: in memory if possible.
 pub fn job_memory(bytes: u64) -> Option<PathBuf> {
-    let supervisor = membership()?.supervisor?;
     let wanted = bytes.saturating_add(MARGIN_BYTES);
-    let dirs = roots().map(|root| directory(&root, supervisor));
-    dirs.into_iter().find(|dir| free_bytes(dir).is_some_and(|free| free >= wanted))
+    job_memories().into_iter().find(|dir| free_bytes(dir).is_some_and(|free| free >= wanted))
 }
 
 fn free_bytes(path: &Path) -> Option<u64> {
@@ -81,19 +101,24 @@ mod tests {
     use super::*;
 
     #[test]
+    fn supervisor_and_ranks_name_one_directory() {
+        for micros in 0..10_000 {
+            let started = 1_795_837_451.0 + f64::from(micros) * 1.37e-5;
+            let read: f64 = format!("{started:.6}").parse().unwrap();
+            assert_eq!(directory(Path::new("/"), 7, started), directory(Path::new("/"), 7, read));
+        }
+    }
+
+    #[test]
     fn directories_of_ended_supervisors_are_removed() {
         let root = tempfile::tempdir().unwrap();
-        let make = |name: &str| {
-            std::fs::create_dir_all(root.path().join(name).join("step")).unwrap();
-            root.path().join(name)
-        };
-        let own = make(&format!("{PREFIX}{}", std::process::id()));
-        let ended = std::process::Command::new("true").spawn().unwrap();
-        let pid = ended.id();
-        ended.wait_with_output().unwrap();
-        let abandoned = make(&format!("{PREFIX}{pid}"));
-        let foreign = make("fulgurite-elastic-notes");
+        let living = make(directory(root.path(), 7, 1.5)).unwrap();
+        let (abandoned, lock) = make(directory(root.path(), 7, 2.5)).unwrap();
+        drop(lock);
+        std::fs::create_dir(abandoned.join("copies")).unwrap();
+        let unlocked = root.path().join("fulgurite-elastic-8-1");
+        std::fs::create_dir(&unlocked).unwrap();
         remove_abandoned(root.path());
-        assert!(own.is_dir() && foreign.is_dir() && !abandoned.exists());
+        assert!(living.0.is_dir() && unlocked.is_dir() && !abandoned.exists());
     }
 }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, SystemTime};
 
 use super::attempt::remember;
-use super::elastic::{Elastic, join_next_generation};
+use super::elastic::{Elastic, UNLIMITED, join_next_generation};
 use super::job_secret;
 use super::process::PROCESS;
 use super::rank::{LaunchedRank, Membership, RankInfo, membership};
@@ -411,12 +411,11 @@ fn join(membership: Membership, options: &LaunchOptions) -> Result<LaunchedRank>
     if membership.generation == 0 {
         check_same_world_size(options, membership.info.world_size)?;
     }
-    match membership.client.wait_for_all(options.timeout) {
+    let timeout = if membership.generation == 0 { options.timeout } else { UNLIMITED };
+    match membership.client.wait_for_all(timeout) {
         Ok(()) => Ok(membership.launched()),
         // Another rank was lost while this new one started.
-        Err(error @ Error::PeerFailed { .. }) => {
-            join_next_generation(Duration::ZERO, options.timeout)?.ok_or(error)
-        }
+        Err(error @ Error::PeerFailed { .. }) => join_next_generation(Duration::ZERO)?.ok_or(error),
         Err(error) => Err(error),
     }
 }

@@ -76,7 +76,7 @@ pub use failure::{PANIC_EXIT_CODE, PEER_FAILED_EXIT_CODE, report_and_exit_code};
 pub use fulgurite_store::{
     ClientIdentity, JobKey, LocalStore, LostRankPolicy, Patience, Store, StoreServer, TcpStore,
 };
-pub use job_memory::job_memory;
+pub use job_memory::{job_memories, job_memory};
 pub use launcher::{LaunchOptions, launch, launch_checked};
 pub use memory::HostMemory;
 pub use panics::{catch_panic, print_panics};

@@ -19,6 +19,13 @@ pub(super) fn has_ended(process: &Child) -> bool {
     !matches!(waitid(WaitId::Pid(Pid::from_child(process)), looks), Ok(None))
 }
 
+/// Returns whether a process has ended by itself, not by a signal, without reaping it.
+pub(super) fn has_exited(process: &Child) -> bool {
+    let looks = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+    let end = waitid(WaitId::Pid(Pid::from_child(process)), looks);
+    end.is_ok_and(|end| end.is_some_and(|end| end.exited()))
+}
+
 /// Returns whether a process is stopped (by SIGSTOP, not by a debugger). Linux only.
 pub(super) fn is_stopped(process: &Child) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.id())).unwrap_or_default();

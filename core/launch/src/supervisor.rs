@@ -52,7 +52,7 @@ pub(super) fn supervise(
         first_world_size: devices,
     };
     let server = job.host_store(0, devices)?;
-    let memory = elastic.is_some().then(JobMemory::new);
+    let memory = elastic.is_some().then(|| JobMemory::new(started));
     let mut ranks = Ranks {
         ranks: Vec::new(),
         orphans,
@@ -304,7 +304,10 @@ impl Ranks {
         let all = 0..self.ranks.len();
         // A rank that has left, or has ended by itself, is done with the training.
         let ends = all.clone().any(|rank| {
-            let by_itself = self.ranks[rank].end.is_some_and(|end| end.signal().is_none());
+            let by_itself = match self.ranks[rank].end {
+                Some(end) => end.signal().is_none(),
+                None => rank_process::has_exited(&self.ranks[rank].process),
+            };
             self.server.has_left(rank) || by_itself
         });
         if self.interrupted.is_some() || ends {
@@ -334,7 +337,7 @@ impl Ranks {
             return false;
         }
         match self.begin_generation(&members, lost, description) {
-            Ok(()) => true,
+            Ok(begun) => begun,
             Err(error) => {
                 print_message(&format!("error: the job cannot go on without rank {lost}: {error}"));
                 false
@@ -343,13 +346,13 @@ impl Ranks {
     }
 
     /// Begins the next generation with these ranks of the present one. Those that have ended are
-    /// replaced by new processes.
+    /// replaced by new processes. Returns false if a rank has reported an error of its own first.
     fn begin_generation(
         &mut self,
         members: &[usize],
         lost: usize,
         description: &str,
-    ) -> Result<()> {
+    ) -> Result<bool> {
         let (generation, world_size) = (self.generation + 1, members.len());
         let server = self.job.host_store(generation, world_size)?;
         let port = server.address().port();
@@ -362,10 +365,7 @@ impl Ranks {
             match self.job.start(rank, world_size, generation, port) {
                 Ok(process) => started.push((rank, Rank::new(process, this.restarts + 1))),
                 Err(error) => {
-                    for (_, mut new) in started {
-                        let _ = new.process.kill();
-                        let _ = new.process.wait();
-                    }
+                    started.into_iter().for_each(|(_, new): (usize, Rank)| end(new.process));
                     return Err(error);
                 }
             }
@@ -377,7 +377,12 @@ impl Ranks {
             port,
             members: members.iter().enumerate().map(stays).collect(),
         };
-        self.server.fail(lost, &invitation.message(description));
+        let message = invitation.message(description);
+        self.server.fail(lost, &message);
+        if self.server.failures().first().is_none_or(|(_, first)| *first != message) {
+            started.into_iter().for_each(|(_, new)| end(new.process));
+            return Ok(false);
+        }
         print_message(&format!(
             "warning: rank {lost} {description}. The job goes on: generation {generation} has {}{}",
             counted(world_size as u64, "rank"),
@@ -397,16 +402,13 @@ impl Ranks {
             };
             self.ranks.push(next);
         }
-        for mut left_out in before.into_iter().flatten() {
-            // Most have ended; one that the strategy has no place for has not.
-            let _ = left_out.process.kill();
-            let _ = left_out.process.wait();
-        }
+        // Most have ended; one that the strategy has no place for has not.
+        before.into_iter().flatten().for_each(|left_out| end(left_out.process));
         self.generation = generation;
         self.earlier.push(std::mem::replace(&mut self.server, server));
         self.joining = self.elastic.as_ref().map(|elastic| Patience::new(elastic.join_timeout));
         self.stopped_by_unknown = None;
-        Ok(())
+        Ok(true)
     }
 
     /// Kills ranks of a later generation that have not come in time.
@@ -552,6 +554,12 @@ impl Ranks {
             None => codes().find(|code| *code != 0).unwrap_or(0),
         }
     }
+}
+
+/// Kills a process, if it has not ended, and reaps it.
+fn end(mut process: Child) {
+    let _ = process.kill();
+    let _ = process.wait();
 }
 
 /// Whether an exit code belongs to an interrupted rank.

@@ -302,7 +302,7 @@ impl Hooks for ModelCheckpoint {
         self.last_time = Instant::now();
         self.offered_step = None;
         // Checkpoints of another directory or of an earlier run of the trainer are not this run's.
-        if ctx.resumed_from().is_none() {
+        if ctx.resumed_from().is_none() && !ctx.goes_on() {
             self.kept.clear();
             self.is_due = false;
         }

@@ -92,9 +92,8 @@ impl TrainerConfig {
             |error: &Error| matches!(error, Error::PeerFailed { .. } | Error::Collective { .. });
         let mut within = if is_loss(error) { LOSS_NOTICE } else { Duration::ZERO };
         let Parts { options, process_group, .. } = self.parts()?;
-        let join_timeout = Duration::from_secs(self.elastic.join_timeout_secs);
         loop {
-            let Some(launched) = join_next_generation(within, join_timeout)? else {
+            let Some(launched) = join_next_generation(within)? else {
                 return Ok(None);
             };
             match self.connect_with(&launched, &*process_group, options.timeout) {
@@ -129,7 +128,7 @@ impl TrainerConfig {
     }
 
     /// How the job goes on that has lost a rank.
-    fn elastic(&self) -> Option<Elastic> {
+    fn elastic(&self, timeout: Duration) -> Option<Elastic> {
         let config = &self.elastic;
         let strategy = self.strategy.clone();
         let fits = move |world_size| {
@@ -141,7 +140,7 @@ impl TrainerConfig {
         config.enabled.then(|| Elastic {
             min_ranks: config.min_ranks,
             max_restarts: config.max_restarts,
-            join_timeout: Duration::from_secs(config.join_timeout_secs),
+            join_timeout: config.join_timeout_secs.map_or(timeout, Duration::from_secs),
             fits: Arc::new(fits),
         })
     }
@@ -209,7 +208,7 @@ impl TrainerConfig {
             },
             timeout,
             job_key_file: self.job_key_file.clone(),
-            elastic: self.elastic(),
+            elastic: self.elastic(timeout),
         };
         let process_group = self
             .process_group
@@ -235,6 +234,13 @@ impl FabricLauncher<'_> {
     /// or in the tables of optimizer and schedule.
     pub fn launch(self) -> Result<Fabric> {
         let _starting = Starting::new();
+        if self.config.elastic.enabled {
+            return Err(Error::Config(
+                "`trainer.elastic`: a loop over Fabric cannot go on after the loss of a rank; leave it out, or \
+                 train with `Trainer::fit`"
+                    .to_owned(),
+            ));
+        }
         let Connection { launched, world } = self.config.connect()?;
         if world.size() > 1 {
             Agreement::check(&*world, &[self.run.agreement(&[])?])?;

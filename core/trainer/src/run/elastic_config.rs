@@ -25,9 +25,9 @@ fulgurite_config::config_struct! {
         /// The interval of these copies, in optimizer steps. The steps since the last copy are
         /// taken again.
         pub replicate_every_n_steps: u64 = 1,
-        /// Number of seconds that ranks wait for each other after a loss. Ranks that have not come
-        /// then are lost too.
-        pub join_timeout_secs: u64 = 60,
+        /// Number of seconds that ranks wait for each other after a loss; by default
+        /// `trainer.timeout_secs`. Ranks that have not come then are lost too.
+        pub join_timeout_secs: Option<u64> = None,
     }
 }
 
@@ -40,7 +40,7 @@ impl ElasticConfig {
         let at_least_one = [
             ("min_ranks", self.min_ranks as u64),
             ("replicate_every_n_steps", self.replicate_every_n_steps),
-            ("join_timeout_secs", self.join_timeout_secs),
+            ("join_timeout_secs", self.join_timeout_secs.unwrap_or(1)),
         ];
         for (key, value) in at_least_one {
             if value == 0 {

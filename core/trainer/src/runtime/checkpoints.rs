@@ -7,7 +7,7 @@ use super::StrategyRuntime;
 use crate::{Error, Result};
 use fulgurite_checkpoint::{
     self as checkpoint, CheckpointIO, DistributedCheckpoint, FullOptions, LoadOptions,
-    RestoreReport, SaveMeta, SaveRequest,
+    RestoreReport, SaveMeta, SaveRequest, ShardTensor,
 };
 use fulgurite_engine::mesh::DP_CP;
 use fulgurite_engine::optim::StateTensor;
@@ -65,9 +65,7 @@ impl StrategyRuntime {
         let coordinate = |dim: &str| mesh.coordinate(dim);
         let model = checkpoint::model_tensors(tree, coordinate)?;
         let optimizer = checkpoint::optimizer_tensors(tree, optimizer, coordinate)?;
-        let meta = self.describe(meta)?;
-        let name = name.to_owned();
-        Ok(SaveRequest { name, model, optimizer, meta, update_last: false, remove: Vec::new() })
+        self.request(name, (model, optimizer), meta)
     }
 
     /// Like [`save_request`](Self::save_request), of the regions that the rank owns in its replica.
@@ -83,7 +81,16 @@ impl StrategyRuntime {
     ) -> Result<SaveRequest> {
         let (mesh, tree) = (self.mesh(), self.tree()?);
         let coordinate = |dim: &str| mesh.coordinate(dim);
-        let (model, optimizer) = checkpoint::replica_tensors(tree, optimizer, coordinate)?;
+        let parts = checkpoint::replica_tensors(tree, optimizer, coordinate)?;
+        self.request(name, parts, meta)
+    }
+
+    fn request(
+        &self,
+        name: &str,
+        (model, optimizer): (Vec<ShardTensor>, Vec<ShardTensor>),
+        meta: SaveMeta,
+    ) -> Result<SaveRequest> {
         let (name, meta) = (name.to_owned(), self.describe(meta)?);
         Ok(SaveRequest { name, model, optimizer, meta, update_last: false, remove: Vec::new() })
     }

@@ -17,6 +17,17 @@ pub(crate) struct Cursor {
 /// The length of a run as far as known: steps and epochs, as schedules see them.
 pub(crate) type RunLength = (Option<u64>, Option<u64>);
 
+/// The work after a step: its validation, the end of its epoch, its checkpoints, and the vote.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Tail {
+    /// Whether some of it may be left.
+    pub(crate) open: bool,
+    /// Whether the step was validated.
+    pub(crate) validated: bool,
+    /// The last epoch whose end is done.
+    pub(crate) ended_epoch: Option<u64>,
+}
+
 /// The progress of a run. Equal on all ranks.
 #[derive(Debug)]
 pub(crate) struct Progress {
@@ -28,8 +39,9 @@ pub(crate) struct Progress {
     started_epoch: Option<u64>,
     /// Whether the validation due after the last step has not run yet.
     validation_due: bool,
-    /// Whether what follows the last step is not done yet.
-    unfinished: bool,
+    tail: Tail,
+    /// Whether the run goes on after the loss of a rank.
+    goes_on: bool,
     length: RunLength,
     /// The run's length before a resume.
     length_before: Option<RunLength>,
@@ -51,7 +63,8 @@ impl Progress {
             epoch: 0,
             started_epoch: None,
             validation_due: false,
-            unfinished: false,
+            tail: Tail::default(),
+            goes_on: false,
             length: (None, None),
             length_before: None,
             items: 0.0,
@@ -107,24 +120,44 @@ impl Progress {
         let before = self.cursor;
         self.cursor = Cursor { step: before.step + 1, samples };
         self.items = items;
-        self.unfinished = true;
+        self.tail = Tail { open: true, validated: false, ..self.tail };
         before
     }
 
     /// Returns to the position before a step that changed nothing.
     pub(crate) fn go_back(&mut self, before: Cursor) {
         self.cursor = before;
-        self.unfinished = false;
+        self.tail.open = false;
     }
 
-    /// Returns whether what follows the last step (its validation, the end of its epoch, its
-    /// checkpoint) is not done yet.
-    pub(crate) fn is_unfinished(&self) -> bool {
-        self.unfinished
+    /// Returns what has been done after the last step.
+    pub(crate) fn tail(&self) -> Tail {
+        self.tail
     }
 
-    pub(crate) fn set_unfinished(&mut self, unfinished: bool) {
-        self.unfinished = unfinished;
+    /// Opens or closes the work after the last step.
+    pub(crate) fn set_open(&mut self, open: bool) {
+        self.tail.open = open;
+    }
+
+    /// Notes that the validation after the last step is done.
+    pub(crate) fn end_validation(&mut self) {
+        (self.validation_due, self.tail.validated) = (false, true);
+    }
+
+    /// Notes that the end of the present epoch is done. Returns whether it was not before.
+    pub(crate) fn end_epoch(&mut self) -> bool {
+        self.tail.ended_epoch.replace(self.epoch) != Some(self.epoch)
+    }
+
+    /// Goes on after the loss of a rank.
+    pub(crate) fn go_on(&mut self, tail: Tail) {
+        (self.tail, self.goes_on) = (tail, true);
+    }
+
+    /// Returns whether the run goes on after the loss of a rank, from a state in memory.
+    pub(crate) fn goes_on(&self) -> bool {
+        self.goes_on
     }
 
     /// Returns the count of the losses of the last step, over all ranks.

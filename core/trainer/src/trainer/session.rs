@@ -35,8 +35,8 @@ pub(super) struct Session {
     pub(super) progress: Progress,
     /// Whether all ranks have loaded the state that the run goes on from, if there is one.
     pub(super) has_state: bool,
-    /// Whether the weights are those of a validation during training.
-    pub(super) has_evaluation_weights: bool,
+    /// Whether averages are in the weights' place, for a validation.
+    pub(super) has_averages: bool,
     /// The buffers' values before the step that is under way, in an elastic training.
     pub(super) buffers_before: Vec<Tensor>,
     pub(super) callbacks: Callbacks,

@@ -280,17 +280,24 @@ impl Trainer {
                 return if self.join_next_generation(run, &error)? { Ok(None) } else { Err(error) };
             }
         };
-        let lost = recovered.as_ref().map(|recovered| (recovered, kept.take_lost_secs()));
-        let result = fit(&mut session, run, starting, lost);
+        let lost = recovered.as_ref().map(|recovered| (recovered, kept.lost_at()));
+        let mut result = fit(&mut session, run, starting, lost);
+        if session.has_state {
+            kept.end_loss();
+        }
         if let Err(error) = &result {
             kept.note_loss();
             match self.join_next_generation(run, error) {
                 Ok(true) => {
+                    tracing::info!("goes on after: {error}");
                     kept.keep(session);
                     return Ok(None);
                 }
                 Ok(false) => {}
-                Err(second) => tracing::error!("cannot go on after the loss of a rank: {second}"),
+                Err(second) => {
+                    tracing::info!("cannot go on after: {error}");
+                    result = Err(second);
+                }
             }
         }
         let result = result.map_err(|error| session.read_pending_step_after(error));
@@ -535,7 +542,7 @@ impl Trainer {
             optimizers: None,
             progress: Progress::new(stage, accumulate, micro_batches_in_batch),
             has_state: false,
-            has_evaluation_weights: false,
+            has_averages: false,
             buffers_before: Vec::new(),
             callbacks,
             requests: Requests::default(),

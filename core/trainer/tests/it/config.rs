@@ -453,7 +453,6 @@ fn resolved_configuration_round_trips() {
     max_restarts = 3
     replicas = 0
     replicate_every_n_steps = 1
-    join_timeout_secs = 60
 
     [checkpoint]
     save_last = true

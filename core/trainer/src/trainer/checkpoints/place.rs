@@ -31,6 +31,7 @@ pub(crate) struct Saving {
     warned: bool,
     warned_of_steps: bool,
     is_torn_down: bool,
+    goes_on: bool,
 }
 
 /// Tears the location down after a run that failed during its setup.
@@ -68,6 +69,7 @@ impl Saving {
             warned: false,
             warned_of_steps: false,
             is_torn_down: false,
+            goes_on: false,
         })
     }
 
@@ -177,9 +179,24 @@ impl Saving {
         self.background.as_ref().is_some_and(AsyncSaver::is_running)
     }
 
-    /// Continues in the same run after the loss of a rank, which has `kept` these checkpoints.
-    pub(crate) fn go_on(&mut self, kept: Vec<RetainedCheckpoint>) {
-        self.retention.go_on(kept);
+    /// Continues in the same run after the loss of a rank. The run has `kept` these checkpoints, the
+    /// last of which may not be committed, and has resumed from another in this location.
+    pub(crate) fn go_on(
+        &mut self,
+        mut kept: Vec<RetainedCheckpoint>,
+        resumed_from: Option<String>,
+    ) -> Result<()> {
+        let there: BTreeSet<String> =
+            self.io.list("")?.into_iter().map(|entry| entry.name).collect();
+        kept.retain(|kept| there.contains(&kept.name));
+        self.retention.go_on(kept, resumed_from);
+        self.goes_on = true;
+        Ok(())
+    }
+
+    /// Returns whether the run goes on after the loss of a rank, from a state in memory.
+    pub(crate) fn goes_on(&self) -> bool {
+        self.goes_on
     }
 
     /// Returns whether a checkpoint was saved after this step, or is about to be.

@@ -46,8 +46,8 @@ impl Retention {
     }
 
     /// Takes over the list of an earlier generation of this run.
-    pub(crate) fn go_on(&mut self, kept: Vec<RetainedCheckpoint>) {
-        self.kept = kept;
+    pub(crate) fn go_on(&mut self, kept: Vec<RetainedCheckpoint>, resumed_from: Option<String>) {
+        (self.kept, self.resumed_from) = (kept, resumed_from);
     }
 
     /// Returns the name of the checkpoint that this run resumed from, if it lies in the same

@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use crate::trainer::SaveRequest;
 use crate::trainer::checkpoints::retention::RetainedCheckpoint;
 use crate::trainer::checkpoints::saved_state::{CallbackState, SavedState};
-use crate::trainer::progress::{Cursor, RunLength};
+use crate::trainer::progress::{Cursor, RunLength, Tail};
 use crate::trainer::record::log_table::SavedStates;
 
 /// The trainer's state in a checkpoint.
@@ -23,10 +24,9 @@ pub(crate) struct TrainerState {
     /// Whether the validation due after the last step has not run yet.
     #[serde(default)]
     pub(crate) validation_due: bool,
-    /// Whether what follows the last step (its validation, the end of its epoch, its checkpoint) has
-    /// not run or was cut off. Only in states that an elastic run goes on from.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub(crate) unfinished: bool,
+    /// What a run goes on with after the loss of a rank; `None` in checkpoints.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) goes_on: Option<GoesOn>,
     /// The latest metrics of rank 0; `None` for values that are not finite.
     #[serde(default)]
     pub(crate) metrics: BTreeMap<String, Option<f64>>,
@@ -53,4 +53,18 @@ pub(crate) struct TrainerState {
     /// The run's length in steps and epochs, as schedules see it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) length: Option<RunLength>,
+}
+
+/// The part of a run's state that only the same run goes on with.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct GoesOn {
+    pub(crate) tail: Tail,
+    /// Whether the run stops after this step.
+    pub(crate) stop: bool,
+    /// Checkpoints that hooks have requested.
+    pub(crate) saves: Vec<SaveRequest>,
+    /// The step in which each metric was logged last.
+    pub(crate) metric_steps: BTreeMap<String, u64>,
+    /// The checkpoint of the run's location that it resumed from.
+    pub(crate) resumed_from: Option<String>,
 }

@@ -60,10 +60,8 @@ pub(crate) fn agree(world: &Arc<dyn ProcessGroup>, kept: &mut Kept) -> Result<Op
     let Some(run) = known else { return Ok(None) };
     let steps_done = offers.iter().map(|offer| offer.steps_done).max().unwrap_or(0);
     kept.steps_done = steps_done;
-    let mut copy = offers.iter().filter_map(|offer| offer.copy.as_ref()).max().cloned();
-    if offers.iter().all(|offer| offer.run.is_none()) {
-        copy = broadcast_object(&**world, &newest_copy(), 0)?;
-    }
+    let copied = broadcast_object(&**world, &newest_copy(), 0)?;
+    let copy = offers.iter().filter_map(|offer| offer.copy.clone()).max().max(copied);
     let writers = writers(&offers).filter(|writers| {
         copy.as_ref().is_none_or(|copy| offers[writers[0]].held_step() >= Some(copy.step))
     });

@@ -1,21 +1,19 @@
 //! Copies of shards in the host's memory, from which a generation goes on.
 
 use std::path::PathBuf;
-use std::sync::Arc;
 
 use super::agreement::open;
-use super::kept::Copy;
+use super::kept::{Copy, place_in_replica};
 use crate::fabric::OptimizerState;
-use crate::trainer::saving::save::whole_state;
-use crate::trainer::session::Session;
+use crate::trainer::saving::save::{held_state, whole_state};
+use crate::trainer::session::{Session, SessionSetup};
 use crate::{Error, Result};
 use fulgurite_checkpoint::{self as checkpoint, AsyncSaver, CheckpointIO};
 use fulgurite_engine::collective::broadcast_object;
-use fulgurite_launch::job_memory;
+use fulgurite_launch::{job_memories, job_memory};
 
 /// Copies of a run's shards in the host's memory, made in the background.
 pub(crate) struct Copies {
-    io: Arc<dyn CheckpointIO>,
     saver: AsyncSaver,
     every_n_steps: u64,
     /// The copy that the next one replaces.
@@ -23,59 +21,68 @@ pub(crate) struct Copies {
 }
 
 impl Copies {
-    /// Prepares copies, if the configuration asks for them. `None` also if replicas have
-    /// everything. Collective.
+    /// Prepares copies, if the configuration asks for them. `None` also if each rank has everything.
+    /// Collective.
     ///
     /// # Errors
-    /// If the host has no room for two copies of the state.
+    /// If the host has no room for two copies of the state, or replicas train apart.
     pub(crate) fn new(session: &mut Session) -> Result<Option<Self>> {
-        let config = &session.setup.config.elastic;
-        let fabric = &session.setup.fabric;
-        if !config.enabled
-            || config.replicas == 0
-            || !fabric.strategy()?.capabilities.saves_distributed_checkpoints
-        {
+        let SessionSetup { fabric, config, .. } = &session.setup;
+        if !config.elastic.enabled || config.elastic.replicas == 0 {
             return Ok(None);
         }
-        let every_n_steps = config.replicate_every_n_steps;
+        if !fabric.runtime.update_ranks()?.are_all() {
+            return Err(Error::Config(
+                "`trainer.elastic.replicas`: this strategy lets replicas train apart, and a copy would \
+                 synchronise them after each step; set the key to 0"
+                    .to_owned(),
+            ));
+        }
+        let every_n_steps = config.elastic.replicate_every_n_steps;
         let optimizers = session.optimizers.as_mut();
         let optimizers = optimizers.map(|optimizers| optimizers as &mut dyn OptimizerState);
         let request =
             fabric.checkpoints().save_request("", optimizers, &(), serde_json::Value::Null)?;
-        let tensors = request.model.iter().chain(&request.optimizer);
-        let of_tensor = |t: &checkpoint::ShardTensor| {
-            (t.values.elem_count() * t.values.dtype().size_in_bytes()) as u64
-        };
-        let own: u64 = tensors.map(of_tensor).sum();
-        let world = fabric.world();
-        // Two at a time, while one replaces the other.
-        let all = own.saturating_mul(2 * world.size() as u64);
-        let place: Option<PathBuf> = broadcast_object(&**world, &job_memory(all), 0)?;
+        let (_, replica_size) = place_in_replica(fabric.device_mesh());
+        if replica_size == 1 && held_state(session, "", Vec::new()).is_ok() {
+            return Ok(None);
+        }
+        let world = session.setup.fabric.world();
+        let all = request.bytes().saturating_mul(world.size() as u64);
+        let place: Option<PathBuf> = broadcast_object(&**world, &place(all), 0)?;
         let Some(place) = place else {
-            return Err(Error::Config(format!(
-                "`trainer.elastic.replicas`: the host has no room for two copies of the state, {all} bytes; give \
-                 /dev/shm or the directory of temporary files more, or set the key to 0"
-            )));
+            let message = format!(
+                "`trainer.elastic.replicas`: the host has no room for two copies of the state, {} bytes; give \
+                 /dev/shm or the directory of temporary files more, or set the key to 0",
+                2 * all
+            );
+            if !session.progress.goes_on() {
+                return Err(Error::Config(message));
+            }
+            tracing::warn!("{message}. The run goes on without copies");
+            return Ok(None);
         };
-        let io = open(&place.join(COPIES))?;
+        let io = open(&place)?;
         let mut saver = AsyncSaver::new(io.clone(), &**world)?;
         saver.reserve(&request)?;
         // Of an earlier generation.
         let last = checkpoint::latest(&*io)?.map(|copy| copy.name);
-        Ok(Some(Self { io, saver, every_n_steps, last }))
+        Ok(Some(Self { saver, every_n_steps, last }))
     }
+}
 
-    /// Ends the copies of a generation, and returns the newest that is whole.
-    pub(super) fn finish(self) -> Option<Copy> {
-        // Waits for the copy under way, which may replace the one before.
-        drop(self.saver);
-        newest(&*self.io)
-    }
+/// Returns where copies of `bytes` may be: two at a time, while one replaces the other.
+fn place(bytes: u64) -> Option<PathBuf> {
+    let free = |copies: u64| job_memory(copies.saturating_mul(bytes));
+    let used = newest_copy().and_then(|copy| Some(copy.path.parent()?.to_owned()));
+    used.filter(|used| free(1).is_some_and(|dir| used.starts_with(dir)))
+        .or_else(|| Some(free(2)?.join(COPIES)))
 }
 
 /// Returns the newest copy of this job that is whole.
 pub(super) fn newest_copy() -> Option<Copy> {
-    newest(&*open(&job_memory(0)?.join(COPIES)).ok()?)
+    let dirs = job_memories().into_iter().map(|dir| dir.join(COPIES));
+    dirs.filter_map(|dir| newest(&*open(&dir).ok()?)).max()
 }
 
 fn newest(io: &dyn CheckpointIO) -> Option<Copy> {

@@ -5,7 +5,6 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 
-use super::copies::Copies;
 use crate::trainer::record::event::Event;
 use crate::trainer::record::log_table::SavedStates;
 use crate::trainer::record::recorder::Reports;
@@ -13,8 +12,8 @@ use crate::trainer::saving::save::held_state;
 use crate::trainer::session::{Session, SessionSetup};
 use crate::{Error, Result};
 use fulgurite_checkpoint::SaveRequest;
-use fulgurite_engine::mesh::DATA_PARALLEL_REPLICATE;
-use fulgurite_launch::job_memory;
+use fulgurite_engine::mesh::{DATA_PARALLEL_REPLICATE, DeviceMesh};
+use fulgurite_launch::{job_memories, job_memory};
 
 /// What a rank keeps of a training when its generation ends.
 #[derive(Default)]
@@ -57,8 +56,9 @@ impl RunSoFar {
 
     /// Returns the noted run of this job.
     pub(super) fn noted() -> Option<Self> {
-        let text = std::fs::read(job_memory(0)?.join(RUN_FILE)).ok()?;
-        serde_json::from_slice(&text).ok()
+        let mut texts =
+            job_memories().into_iter().flat_map(|dir| std::fs::read(dir.join(RUN_FILE)));
+        texts.find_map(|text| serde_json::from_slice(&text).ok())
     }
 }
 
@@ -98,10 +98,10 @@ impl Kept {
     /// Keeps the session of a generation that has ended.
     pub(crate) fn keep(&mut self, mut session: Session) {
         self.run = Some(RunSoFar::of(&session));
-        let copy = session.copies.take().and_then(Copies::finish);
+        // Waits for the copy under way, which may replace the one before.
+        drop(session.copies.take());
         // The state that the generation began with is removed once all ranks have it.
-        let begun_with = self.copy.take().filter(|copy| copy.path.is_dir());
-        self.copy = begun_with.max(copy);
+        self.copy = self.copy.take().filter(|copy| copy.path.is_dir());
         self.session = Some(session);
     }
 
@@ -110,9 +110,14 @@ impl Kept {
         self.lost_at.get_or_insert_with(Instant::now);
     }
 
-    /// Returns the seconds since a rank was lost, once the others have gone on.
-    pub(crate) fn take_lost_secs(&mut self) -> f64 {
-        self.lost_at.take().map_or(0.0, |at| at.elapsed().as_secs_f64())
+    /// Returns when this rank met the loss that the others go on after; `None` on a new process.
+    pub(crate) fn lost_at(&self) -> Option<Instant> {
+        self.lost_at
+    }
+
+    /// Notes that the ranks have gone on after a loss.
+    pub(crate) fn end_loss(&mut self) {
+        self.lost_at = None;
     }
 
     /// Takes the reports of the last session on this process, if there was one.
@@ -182,17 +187,17 @@ fn held(session: &mut Session) -> Result<Option<Held>> {
     session.read_pending_step()?;
     let step = session.progress.step();
     let Ok(request) = held_state(session, "", Vec::new()) else { return Ok(None) };
-    let tensors = request.model.iter().chain(&request.optimizer);
-    let bytes = tensors.map(|t| (t.values.elem_count() * t.values.dtype().size_in_bytes()) as u64);
-    let bytes = bytes.sum();
-    let mesh = session.setup.fabric.device_mesh();
-    let (names, sizes) = (mesh.layout().names(), mesh.layout().sizes());
-    let dims = names.iter().zip(sizes).filter(|(name, _)| *name != DATA_PARALLEL_REPLICATE);
-    let (mut place, mut replica_size) = (Vec::new(), 1);
-    for (name, size) in dims {
-        place.push(mesh.coordinate(name));
-        replica_size *= size;
-    }
+    let bytes = request.bytes();
+    let (place, replica_size) = place_in_replica(session.setup.fabric.device_mesh());
     let epoch = session.recorder.own_epoch_states().transpose()?;
     Ok(Some(Held { step, place, replica_size, bytes, epoch }))
+}
+
+/// Returns this rank's coordinates in its replica, and the number of ranks in a replica.
+pub(super) fn place_in_replica(mesh: &DeviceMesh) -> (Vec<usize>, usize) {
+    let (names, sizes) = (mesh.layout().names(), mesh.layout().sizes());
+    let dims = names.iter().zip(sizes).filter(|(name, _)| *name != DATA_PARALLEL_REPLICATE);
+    let (place, sizes): (Vec<usize>, Vec<usize>) =
+        dims.map(|(name, size)| (mesh.coordinate(name), *size)).unzip();
+    (place, sizes.iter().product())
 }

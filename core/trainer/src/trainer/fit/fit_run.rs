@@ -1,5 +1,7 @@
 //! A training from its configuration to its summary: optimizers, resume, and the loop.
 
+use std::time::Instant;
+
 use candle_core::DType;
 use toml::Table;
 
@@ -34,7 +36,7 @@ pub(crate) fn fit(
     session: &mut Session,
     run: &RunConfig<Table, Table>,
     starting: Starting,
-    lost: Option<(&Recovered, f64)>,
+    lost: Option<(&Recovered, Option<Instant>)>,
 ) -> Result<(FitOutcome, FitEnd)> {
     let recovered = lost.map(|(recovered, _)| recovered);
     session.recorder.report_data(&session.setup.fabric)?;
@@ -46,8 +48,8 @@ pub(crate) fn fit(
     warn_of_settings(session, max_steps)?;
     set_schedules(session, schedulers, max_steps)?;
     warn_of_other_length(session)?;
-    if let Some((recovered, lost_s)) = lost {
-        report_generation(session, recovered, lost_s)?;
+    if let Some((recovered, lost_at)) = lost {
+        report_generation(session, recovered, lost_at)?;
     }
     session.has_state = true;
     if session.setup.config.elastic.enabled && session.setup.rank() == 0 {
@@ -90,7 +92,11 @@ pub(crate) fn fit(
 
 /// Reports what a generation goes on with, and removes older states from the host's memory.
 /// Collective.
-fn report_generation(session: &mut Session, recovered: &Recovered, lost_s: f64) -> Result<()> {
+fn report_generation(
+    session: &mut Session,
+    recovered: &Recovered,
+    lost_at: Option<Instant>,
+) -> Result<()> {
     session.setup.fabric.barrier()?;
     let state = recovered.state.as_deref().filter(|_| session.setup.rank() == 0);
     if let Some(state) = state.filter(|state| is_written_for(state))
@@ -100,7 +106,7 @@ fn report_generation(session: &mut Session, recovered: &Recovered, lost_s: f64) 
     }
     let step = session.progress.step();
     let from = match recovered.state {
-        None if step == 0 => "the begin of the run".to_owned(),
+        None if step == 0 => "the start of the run".to_owned(),
         _ => recovered.from.clone(),
     };
     session.emit(&Event::Generation {
@@ -109,7 +115,7 @@ fn report_generation(session: &mut Session, recovered: &Recovered, lost_s: f64) 
         world_size: session.setup.world_size(),
         from,
         repeated_steps: recovered.steps_done.saturating_sub(step),
-        lost_s,
+        lost_s: lost_at.map_or(0.0, |at| at.elapsed().as_secs_f64()),
     })
 }
 

@@ -1,9 +1,8 @@
 //! The training loop.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::Result;
-use crate::fabric::FabricOptimizers;
 use crate::run::TrainerConfig;
 use crate::trainer::Stage;
 use crate::trainer::elastic::copy_if_due;
@@ -12,8 +11,10 @@ use crate::trainer::fit::plan::{LoopPlan, StepPlanner};
 use crate::trainer::fit::train_step::StepEnd;
 use crate::trainer::module::context::StepParts;
 use crate::trainer::module::hooks::Hook;
+use crate::trainer::record::meter::micros_since_epoch;
 use crate::trainer::saving::save::{finish_saving, save, save_as_requested};
 use crate::trainer::session::Session;
+use fulgurite_engine::optim::WeightAverage;
 use fulgurite_launch::Interruption;
 
 /// The reason why the loop ended.
@@ -39,18 +40,22 @@ impl Session {
         }
         self.load_training(&plan)?;
         let started = Instant::now();
+        let earlier = match self.progress.goes_on() {
+            true => Duration::from_micros(micros_since_epoch() - self.setup.begun_at),
+            false => Duration::ZERO,
+        };
         let mut end = FitEnd::Finished;
         self.progress.set_first_epoch(plan.epoch(self.progress.cursor()));
         self.hook(Hook::TrainStart)?;
-        let mut has_run = false;
+        let mut has_run = self.progress.goes_on();
         // A run that was interrupted in a validation begins with that validation, and one that goes
         // on after the loss of a rank with what follows the last step.
         while self.progress.validation_due()
-            || self.progress.is_unfinished()
+            || self.progress.tail().open
             || max_steps.is_none_or(|max| self.progress.step() < max)
         {
             has_run = true;
-            let makes_step = !self.progress.validation_due() && !self.progress.is_unfinished();
+            let makes_step = !self.progress.validation_due() && !self.progress.tail().open;
             if makes_step {
                 self.recorder.usage().begin_step();
                 if self.progress.begin_epoch(plan.epoch(self.progress.cursor())) {
@@ -75,12 +80,14 @@ impl Session {
                 self.progress.set_validation_due(due);
                 stepped?;
             }
-            let validated = self.progress.validation_due();
-            if validated && let Evaluated::Interrupted(why) = self.validate_training()? {
-                end = FitEnd::Interrupted(why);
-                break;
+            if self.progress.validation_due() {
+                if let Evaluated::Interrupted(why) = self.validate_training()? {
+                    end = FitEnd::Interrupted(why);
+                    break;
+                }
+                self.progress.end_validation();
             }
-            self.progress.set_validation_due(false);
+            let validated = self.progress.tail().validated;
             let epoch_ends = plan.epoch(self.progress.cursor()) != self.progress.epoch();
             if epoch_ends {
                 self.end_epoch()?;
@@ -91,10 +98,11 @@ impl Session {
             }
             save_as_requested(self)?;
             let saves = saves || self.saving.has_saved(self.progress.step());
-            let out_of_time = max_time.is_some_and(|limit| started.elapsed() >= limit);
+            let out_of_time = max_time.is_some_and(|limit| earlier + started.elapsed() >= limit);
             let vote = self.vote_on_stop(out_of_time)?;
+            self.requests.stop = vote.stop && self.may_stop(&plan);
+            self.progress.set_open(self.requests.stop);
             copy_if_due(self)?;
-            self.progress.set_unfinished(false);
             if makes_step
                 && !(validated || epoch_ends || saves || self.saving.is_running())
                 && self.recorder.meter().steps() > 1
@@ -109,12 +117,12 @@ impl Session {
                 end = FitEnd::Interrupted(why);
                 break;
             }
-            if vote.stop && self.may_stop(&plan) {
+            if self.requests.stop {
                 break;
             }
         }
         // If a rank is lost from here on, the others come here again.
-        self.progress.set_unfinished(has_run);
+        self.progress.set_open(has_run);
         self.read_pending_step()?;
         self.runner.stop_loading(true);
         self.setup.fabric.runtime.unite_replicas()?;
@@ -169,8 +177,7 @@ impl Session {
     fn validate_training(&mut self) -> Result<Evaluated> {
         self.read_pending_step()?;
         let _phase = self.setup.fabric.measurements().phase("validation");
-        swap_averages(self.optimizers_mut())?;
-        self.has_evaluation_weights = true;
+        self.swap_averages(true)?;
         self.set_training(false)?;
         let validated = evaluate(self, EvaluationStage::Validation)?;
         self.restore_training_weights()?;
@@ -179,10 +186,23 @@ impl Session {
 
     /// Puts the weights of training back in place after a validation. Collective.
     pub(crate) fn restore_training_weights(&mut self) -> Result<()> {
-        if std::mem::replace(&mut self.has_evaluation_weights, false) {
-            self.set_training(true)?;
-            swap_averages(self.optimizers_mut())?;
+        self.set_training(true)?;
+        self.swap_averages(false)
+    }
+
+    /// Puts the averages that follow steps in the weights' place, or the weights back. Collective.
+    fn swap_averages(&mut self, averages: bool) -> Result<()> {
+        if self.has_averages == averages {
+            return Ok(());
         }
+        let mut swapped = false;
+        for (_, optimizer) in self.optimizers_mut().iter_mut() {
+            if optimizer.average().is_some_and(WeightAverage::follows_steps) {
+                optimizer.swap_average()?;
+                swapped = true;
+            }
+        }
+        self.has_averages = averages && swapped;
         Ok(())
     }
 
@@ -202,9 +222,13 @@ impl Session {
         Ok(changed)
     }
 
-    /// Reports the values logged in the ending epoch, and calls its hook. Collective.
+    /// Reports the values logged in the ending epoch, and calls its hook, unless done before.
+    /// Collective.
     fn end_epoch(&mut self) -> Result<()> {
         self.read_pending_step()?;
+        if !self.progress.end_epoch() {
+            return Ok(());
+        }
         self.recorder.log_epoch(&self.setup.fabric, self.progress.step())?;
         self.hook(Hook::TrainEpochEnd)
     }
@@ -231,13 +255,4 @@ impl Session {
         // The machine may be taken soon, so the save is waited for at once.
         if end == FitEnd::Finished { Ok(()) } else { finish_saving(self) }
     }
-}
-
-/// Swaps the weights and their averages that follow steps. Collective.
-fn swap_averages(optimizers: &mut FabricOptimizers) -> Result<()> {
-    let mut all = optimizers.iter_mut().map(|(_, optimizer)| optimizer);
-    all.try_for_each(|optimizer| match optimizer.average() {
-        Some(average) if average.follows_steps() => optimizer.swap_average(),
-        _ => Ok(()),
-    })
 }

@@ -6,6 +6,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use candle_core::Tensor;
+use serde::{Deserialize, Serialize};
 
 use crate::fabric::{Fabric, FabricOptimizer, FabricOptimizers};
 use crate::runtime::StrategyRuntime;
@@ -267,7 +268,7 @@ pub(crate) struct Requests {
 }
 
 /// A checkpoint that a hook [requests](HookContext::save_checkpoint).
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct SaveRequest {
     /// The checkpoint's name in the run's checkpoint location, without `/`; by default named after
@@ -456,6 +457,12 @@ impl<'a, D: ?Sized> HookContext<'a, D> {
     /// It is never removed.
     pub fn resumed_from(&self) -> Option<&str> {
         self.parts.saving.resumed_from()
+    }
+
+    /// Returns whether the training goes on after the loss of a rank (`trainer.elastic`), from a
+    /// state in memory. Checkpoints and states of callbacks are then those of this run.
+    pub fn goes_on(&self) -> bool {
+        self.parts.saving.goes_on()
     }
 
     /// Requests a checkpoint of the last whole step in case an error ends this run. Replaces an

@@ -97,7 +97,10 @@ impl Trainer {
         let describe =
             |context: &DataContext, builder: &ModuleBuilder| describe::<M>(run, context, builder);
         let checked = |ranks| check(&untyped, purpose, ranks, &describe, parallelize());
-        run.trainer.connect_checked(&checked)
+        let mut config = run.trainer.clone();
+        // Only a training goes on after the loss of a rank.
+        config.elastic.enabled &= purpose == RunPurpose::Fit;
+        config.connect_checked(&checked)
     }
 
     /// Runs the checks of [`connect_parallelized`](Self::connect_parallelized) without starting

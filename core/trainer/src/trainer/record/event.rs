@@ -136,7 +136,7 @@ pub enum Event {
         from: String,
         /// Steps after `step` that were done before, and are taken again.
         repeated_steps: u64,
-        /// Seconds from the error on this rank to the next step; 0 on a new process.
+        /// Seconds from this rank's error until all ranks have the state; 0 on a new process.
         #[serde(deserialize_with = "number")]
         lost_s: f64,
     },

@@ -167,7 +167,36 @@ pub(crate) struct SavedStates(BTreeMap<String, SavedState>);
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct SavedState {
     merge: Merge,
+    #[serde(with = "any_numbers")]
     state: Vec<f64>,
+}
+
+/// Numbers in JSON, of which those that are not finite are texts.
+mod any_numbers {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    #[derive(Serialize, Deserialize)]
+    #[serde(untagged)]
+    enum Number {
+        Finite(f64),
+        Other(String),
+    }
+
+    pub(super) fn serialize<S: Serializer>(numbers: &[f64], to: S) -> Result<S::Ok, S::Error> {
+        let number = |number: &f64| match number.is_finite() {
+            true => Number::Finite(*number),
+            false => Number::Other(number.to_string()),
+        };
+        numbers.iter().map(number).collect::<Vec<_>>().serialize(to)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<f64>, D::Error> {
+        let number = |number| match number {
+            Number::Finite(number) => Ok(number),
+            Number::Other(text) => text.parse().map_err(serde::de::Error::custom),
+        };
+        Vec::deserialize(from)?.into_iter().map(number).collect()
+    }
 }
 
 impl SavedStates {

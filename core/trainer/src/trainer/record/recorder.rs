@@ -212,6 +212,16 @@ impl Recorder {
         self.metrics = metrics;
     }
 
+    /// Returns the step in which each metric was logged last.
+    pub(crate) fn metric_steps(&self) -> &BTreeMap<String, u64> {
+        &self.metric_steps
+    }
+
+    /// Restores what [`metric_steps`](Self::metric_steps) returned.
+    pub(crate) fn set_metric_steps(&mut self, steps: BTreeMap<String, u64>) {
+        self.metric_steps = steps;
+    }
+
     /// Returns the step in which a metric was logged last.
     pub(crate) fn metric_step(&self, name: &str) -> Option<u64> {
         self.metric_steps.get(name).copied()

@@ -160,9 +160,12 @@ pub(crate) fn load(session: &mut Session, from: &ResumeSource) -> Result<(u64, P
             // A validation that is still due may change the saved state.
             let saved = (!state.validation_due).then_some(state.cursor.step);
             session.saving.resume(name, state.kept, saved, rank);
-        } else if matches!(from, ResumeSource::Memory(_)) {
-            session.saving.go_on(state.kept);
-            session.progress.set_unfinished(state.unfinished);
+        } else if let (ResumeSource::Memory(_), Some(goes_on)) = (from, state.goes_on) {
+            session.saving.go_on(state.kept, goes_on.resumed_from)?;
+            session.progress.go_on(goes_on.tail);
+            session.recorder.set_metric_steps(goes_on.metric_steps);
+            session.requests.stop = goes_on.stop;
+            session.requests.saves = goes_on.saves;
         }
     }
     Ok((session.progress.step(), source.location().to_owned()))

@@ -6,7 +6,7 @@ use std::time::Instant;
 use crate::fabric::{Fabric, OptimizerState};
 use crate::trainer::checkpoints::retention::RetainedCheckpoint;
 use crate::trainer::checkpoints::saved_state::SavedState;
-use crate::trainer::checkpoints::trainer_state::TrainerState;
+use crate::trainer::checkpoints::trainer_state::{GoesOn, TrainerState};
 use crate::trainer::module::hooks::Hook;
 use crate::trainer::module::runner::ModuleRunner;
 use crate::trainer::record::log_table::SavedStates;
@@ -48,8 +48,9 @@ pub(crate) fn save_as_requested(session: &mut Session) -> Result<()> {
     if !session.requests.saves.is_empty() {
         session.read_pending_step()?;
     }
-    for request in std::mem::take(&mut session.requests.saves) {
-        let SaveRequest { name, weights_only, remove } = request;
+    // A request stays until it is done, for the ranks that go on if one is lost meanwhile.
+    for _ in 0..session.requests.saves.len() {
+        let SaveRequest { name, weights_only, remove } = session.requests.saves[0].clone();
         let step_name = checkpoint::step_name(session.progress.step());
         let name = name.unwrap_or_else(|| step_name.clone());
         if let Some(why) = invalid_name(&name) {
@@ -57,12 +58,12 @@ pub(crate) fn save_as_requested(session: &mut Session) -> Result<()> {
                 "a hook has asked for a checkpoint with the name `{name}`, which {why}"
             )));
         }
-        // This step's checkpoint is saved already.
-        if name == step_name && session.saving.has_saved(session.progress.step()) {
-            continue;
+        // This step's checkpoint may be saved already.
+        if name != step_name || !session.saving.has_saved(session.progress.step()) {
+            let kept = session.saving.kept();
+            write(session, Write { name, kept, remove, weights_only, blocking: false })?;
         }
-        let kept = session.saving.kept();
-        write(session, Write { name, kept, remove, weights_only, blocking: false })?;
+        session.requests.saves.remove(0);
     }
     Ok(())
 }
@@ -101,8 +102,8 @@ fn is_between_updates(session: &Session) -> bool {
     let mut optimizers = session.optimizers.iter().flat_map(|all| all.iter());
     let done = session.progress.step();
     session.runner.automatic_optimization()
-        && !session.has_evaluation_weights
-        && optimizers.all(|(_, o)| o.steps() == done)
+        && !session.has_averages
+        && optimizers.all(|(_, o)| o.steps() == done && !o.is_updating())
 }
 
 /// Writes a checkpoint of the present step. Collective.
@@ -136,8 +137,7 @@ fn try_to_write(session: &mut Session, write: Write) -> Result<()> {
     let (step, rank) = (session.progress.step(), session.setup.rank());
     let epoch_metrics = gather_epoch_states(session)?;
     session.saving.take_name(&name, &mut remove, rank)?;
-    let state = trainer_state(session, kept, epoch_metrics, false)?;
-    let config = configuration(session)?;
+    let (state, config) = describe(session, kept, epoch_metrics, false)?;
     let (fabric, saving) = (&session.setup.fabric, &mut session.saving);
     let io = saving.io().clone();
     let world = &**fabric.world();
@@ -168,24 +168,31 @@ fn gather_epoch_states(session: &Session) -> Result<Vec<SavedStates>> {
     }
 }
 
-/// Returns the trainer's state. `unfinished` as
-/// [`TrainerState::unfinished`](TrainerState::unfinished). Collective under a pipeline.
-fn trainer_state(
+/// Returns the trainer's state, with what this run itself goes on with if `goes_on`, and the
+/// configuration. Collective under a pipeline.
+fn describe(
     session: &mut Session,
     kept: Vec<RetainedCheckpoint>,
     epoch_metrics: Vec<SavedStates>,
-    unfinished: bool,
-) -> Result<TrainerState> {
+    goes_on: bool,
+) -> Result<(TrainerState, serde_json::Value)> {
     // Callbacks come before the module, as everywhere.
     let callbacks = session.callbacks.states()?;
     let module = module_state(&mut *session.runner, &session.setup.fabric)?;
     let progress = &session.progress;
-    Ok(TrainerState {
+    let goes_on = goes_on.then(|| GoesOn {
+        tail: progress.tail(),
+        stop: session.requests.stop,
+        saves: session.requests.saves.clone(),
+        metric_steps: session.recorder.metric_steps().clone(),
+        resumed_from: session.saving.resumed_from().map(str::to_owned),
+    });
+    let state = TrainerState {
         cursor: progress.cursor(),
         seed: session.setup.fabric.seed(),
         epoch: (progress.step() > 0).then_some(progress.epoch()),
         validation_due: progress.validation_due(),
-        unfinished,
+        goes_on,
         metrics: session.recorder.metrics().iter().map(|(k, v)| (k.clone(), Some(*v))).collect(),
         epoch_metrics,
         module,
@@ -194,20 +201,16 @@ fn trainer_state(
         data: session.setup.samples.fingerprint.clone(),
         samples: session.setup.samples.definition.clone(),
         length: Some(progress.length()),
-    })
-}
-
-fn configuration(session: &Session) -> Result<serde_json::Value> {
-    serde_json::to_value(&session.setup.resolved)
-        .map_err(|e| Error::other(format!("encoding the configuration: {e}")))
+    };
+    let config = serde_json::to_value(&session.setup.resolved)
+        .map_err(|e| Error::other(format!("encoding the configuration: {e}")))?;
+    Ok((state, config))
 }
 
 /// Returns this rank's part of a distributed checkpoint of the present state. Collective.
 pub(crate) fn whole_state(session: &mut Session, name: &str) -> Result<checkpoint::SaveRequest> {
     let epoch = gather_epoch_states(session)?;
-    let kept = session.saving.kept();
-    let state = trainer_state(session, kept, epoch, false)?;
-    let config = configuration(session)?;
+    let (state, config) = describe(session, session.saving.kept(), epoch, true)?;
     let optimizer = session.optimizers.as_mut().map(|o| o as &mut dyn OptimizerState);
     session.setup.fabric.checkpoints().save_request(name, optimizer, &state, config)
 }
@@ -225,10 +228,7 @@ pub(crate) fn held_state(
     if !is_between_updates(session) || session.setup.fabric.device_mesh().pipeline().is_some() {
         return Err(Error::other("the weights are not those after a whole step"));
     }
-    let kept = session.saving.kept();
-    let unfinished = session.progress.is_unfinished();
-    let state = trainer_state(session, kept, epoch, unfinished)?;
-    let config = configuration(session)?;
+    let (state, config) = describe(session, session.saving.kept(), epoch, true)?;
     let optimizer = session.optimizers.as_mut().map(|o| o as &mut dyn OptimizerState);
     session.setup.fabric.checkpoints().held_request(name, optimizer, &state, config)
 }
