@@ -182,6 +182,33 @@ fn answers_are_equal_on_any_mesh() {
 }
 
 #[test]
+fn deviation_of_the_batch_is_of_all_ranks() {
+    let dir = folder();
+    let sets = [
+        "model.grpo.scale_rewards=batch",
+        "model.grpo.importance_sampling_level=sequence",
+        "model.grpo.loss=grpo",
+        "trainer.max_steps=2",
+        "data.validation_fraction=0.0",
+    ];
+    let norms = |mesh: &[&str]| -> Vec<f64> {
+        let events = reinforce(dir.path(), &[&sets, mesh].concat());
+        let steps = events.iter().filter(|event| event["event"] == "step");
+        steps.map(|event| event["grad_norm"].as_f64().unwrap()).collect()
+    };
+    let tensor = "trainer.strategy={ type = 'model_parallel', tensor_parallel_size = 2, parallelize = 'llama' }";
+    let alone = norms(&["data.batch_size=4"]);
+    for mesh in [
+        ["data.batch_size=2", "trainer.devices=2", "trainer.strategy=fsdp"],
+        ["data.batch_size=4", "trainer.devices=2", tensor],
+    ] {
+        for (found, expected) in norms(&mesh).iter().zip(&alone) {
+            assert!((found / expected - 1.0).abs() < 1e-4, "{mesh:?}: {found}, not {expected}");
+        }
+    }
+}
+
+#[test]
 fn answers_are_learned_from_several_times() {
     let dir = folder();
     let lora = "trainer.adapters={ targets = 'all-linear', rank = 4, dropout = 0.1 }";
@@ -214,6 +241,8 @@ fn wrong_rewards_end_the_run_at_its_start() {
         ("model.grpo.reward=1", "unknown key `model.grpo.reward`; did you mean `rewards`"),
         ("model.grpo.samples=1", "`model.grpo.samples`: must be at least 2"),
         ("model.grpo.temperature=0", "`model.grpo.temperature`: must be above 0"),
+        ("model.grpo.loss=cispo", "`model.grpo.epsilon_high`: the loss \"cispo\" needs it"),
+        ("model.grpo.delta=1.1", "`model.grpo.delta`: must be above 1 + epsilon_high = 1.2"),
         ("model.grpo.max_new_tokens=99", "`model.grpo.max_new_tokens`: the longest prompt has"),
         ("model.grpo.beta=0.1", "there are no weights to start from"),
         ("data.path=open.jsonl", "open.jsonl, line 1 has no `answer`"),
@@ -252,9 +281,11 @@ fn plans_and_accumulated_updates_are_refused() {
         .unwrap();
     let said = String::from_utf8(output.stderr).unwrap();
     assert!(!output.status.success() && said.contains("a plan does not cover `grpo`"), "{said}");
-    let accumulated = ["model.grpo.updates=2", "trainer.accumulate_grad_batches=2"];
-    let error = fit(dir.path(), &[&GRPO[..7], &accumulated].concat()).unwrap_err();
-    assert!(error.contains("accumulate_grad_batches"), "{error}");
+    for key in ["model.grpo.updates=2", "model.grpo.scale_rewards=batch"] {
+        let accumulated = [key, "trainer.accumulate_grad_batches=2"];
+        let error = fit(dir.path(), &[&GRPO[..7], &accumulated].concat()).unwrap_err();
+        assert!(error.contains("accumulate_grad_batches"), "{error}");
+    }
 }
 
 /// A program that fails names what it said, and every rank ends.

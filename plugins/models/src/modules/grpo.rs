@@ -7,18 +7,19 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor, WithDType};
 use fulgurite_checkpoint::TensorSource;
 use fulgurite_data::{PromptData, PromptRow, PromptRows, Tokenizer};
-use fulgurite_engine::collective::broadcast_object;
+use fulgurite_engine::collective::{all_gather_object, broadcast_object};
 use fulgurite_engine::execution::{dry_run, read, transfer};
+use fulgurite_engine::mesh::DATA_PARALLEL;
 use fulgurite_engine::module::{ForwardScope, ModuleBuilder};
 use fulgurite_engine::random::{Purpose, Stream};
 use fulgurite_error::{Error, Result};
 use fulgurite_nn::{Loss, log_probability};
 use fulgurite_trainer::metric::Mean;
-use fulgurite_trainer::trainer::{Hooks, LightningModule, StepContext};
+use fulgurite_trainer::trainer::{HookContext, Hooks, LightningModule, StepContext};
 
 use super::causal_lm::{CausalLm, fit_to_tokens};
 use super::expert_load::log_expert_load;
-use super::grpo_config::GrpoConfig;
+use super::grpo_config::{GrpoConfig, ScaleRewards};
 use super::grpo_loss::{Advantages, RewardedTokens};
 use super::reference::{self, Reference};
 use crate::config::ModelConfig;
@@ -51,7 +52,7 @@ pub const GRPO_KEYS: &[&str] = &["grpo"];
 /// | `equal_rewards` | the share of groups with equal rewards, which teach nothing |
 /// | `answer_tokens`, `truncated` | the mean length, and the share of answers that end at `max_new_tokens` |
 /// | `logp_difference` | the mean distance between the log-probabilities of sampling and of learning, before the first update |
-/// | `clipped` | the share of ratios outside the bounds, over all updates |
+/// | `clipped` | the share of tokens with a ratio outside the bounds, over all updates |
 /// | `kl` | with `beta`: the mean divergence from the reference, before the first update |
 ///
 /// Validation answers each prompt once with the most likely tokens, and logs `val_reward` and the
@@ -244,18 +245,18 @@ impl Grpo {
         ctx: &mut StepContext,
     ) -> Result<()> {
         let values = |of: &Tensor| read::vec1::<f32>(&of.detach(), "log-probabilities");
+        let ratios = values(&tokens.log_ratio(self.config.importance_sampling_level, policy)?)?;
         let (policy, sampled) = (values(policy)?, values(&tokens.sampled)?);
         let mean =
             |values: Vec<f64>| Mean { sum: values.iter().sum(), weight: values.len() as f64 };
-        let pairs = policy.iter().zip(&sampled);
-        let differences: Vec<f64> = pairs.map(|(new, old)| f64::from(new - old)).collect();
-        let range = 1.0 - self.config.epsilon..=1.0 + self.config.epsilon_high();
-        let is_out = |difference: &f64| f64::from(u8::from(!range.contains(&difference.exp())));
-        ctx.log("clipped", mean(differences.iter().map(is_out).collect()));
+        let range = self.config.ratios();
+        let is_out = |log: &f32| f64::from(u8::from(!range.contains(&f64::from(*log).exp())));
+        ctx.log("clipped", mean(ratios.iter().map(is_out).collect()));
         if update > 0 {
             return Ok(());
         }
-        ctx.log("logp_difference", mean(differences.iter().map(|d| d.abs()).collect()));
+        let differences = policy.iter().zip(&sampled).map(|(new, old)| f64::from(new - old).abs());
+        ctx.log("logp_difference", mean(differences.collect()));
         if let Some(reference) = &tokens.reference {
             let reference = values(reference)?;
             let differences = reference.iter().zip(&policy).map(|(of, own)| f64::from(of - own));
@@ -413,8 +414,12 @@ impl LightningModule for Grpo {
         let _scope = self.scope().enter();
         let scored = self.answer(&batch.rows, &self.config.generation(), ctx)?;
         scored.log(&self.rewards, "", ctx);
-        let advantages =
-            Advantages::new(&scored.totals, self.config.samples, self.config.scale_rewards);
+        let scale = self.config.scale_rewards;
+        let all = match scale {
+            ScaleRewards::Batch => of_all_ranks(&scored.totals, ctx)?,
+            ScaleRewards::Group | ScaleRewards::None => Vec::new(),
+        };
+        let advantages = Advantages::new(&scored.totals, self.config.samples, scale, &all);
         ctx.log("reward_std", advantages.mean_std);
         ctx.log("equal_rewards", advantages.equal_share);
 
@@ -454,4 +459,23 @@ impl LightningModule for Grpo {
     }
 }
 
-impl Hooks<PromptData> for Grpo {}
+impl Hooks<PromptData> for Grpo {
+    fn on_fit_start(&mut self, ctx: &mut HookContext<PromptData>) -> Result<()> {
+        let batches = ctx.accumulate_grad_batches;
+        if self.config.scale_rewards == ScaleRewards::Batch && batches > 1 {
+            return Err(Error::Config(format!(
+                "`model.grpo.scale_rewards`: \"batch\" divides by a deviation of all rewards of a step, whose {batches} \
+                 micro-batches are answered one after the other; set `trainer.accumulate_grad_batches` to 1"
+            )));
+        }
+        Ok(())
+    }
+}
+
+/// The rewards of all ranks with other prompts, in their order. Collective.
+fn of_all_ranks(rewards: &[f64], ctx: &StepContext) -> Result<Vec<f64>> {
+    match ctx.device_mesh().group(DATA_PARALLEL) {
+        Ok(group) => Ok(all_gather_object(&**group, &rewards.to_vec())?.concat()),
+        Err(_) => Ok(rewards.to_vec()),
+    }
+}

@@ -1,5 +1,7 @@
 //! The configuration of [`Grpo`](super::Grpo).
 
+use std::ops::RangeInclusive;
+
 use fulgurite_config::{ConfigType, PluginValue, to_table};
 use fulgurite_error::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -38,17 +40,28 @@ pub struct GrpoConfig {
     /// Texts that end an answer, whose text ends before them.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub stop: Vec<String>,
-    /// The weighting of tokens: `"dapo"` (each token alike), `"grpo"` (each answer alike) or
-    /// `"dr_grpo"` (each token alike, divided by `max_new_tokens` instead of the tokens there are).
+    /// The loss. `"dapo"` weights each token alike, `"grpo"` each answer alike, and `"dr_grpo"` each
+    /// token alike, divided by `max_new_tokens` instead of the tokens there are. `"cispo"` weights
+    /// tokens as `"dapo"`, and the gradient of each token's log-probability by its ratio, up to
+    /// `epsilon_high`.
     pub loss: GrpoLoss,
-    /// Whether an advantage is divided by the standard deviation of its group's rewards, as
-    /// `"group"`, or not, as `"none"`.
+    /// The divisor of an advantage: the standard deviation of its group's rewards (`"group"`), of
+    /// the rewards of all ranks (`"batch"`; needs `trainer.accumulate_grad_batches = 1`), or none
+    /// (`"none"`).
     pub scale_rewards: ScaleRewards,
+    /// What has a ratio of new and old probability: each token (`"token"`), or each answer
+    /// (`"sequence"`, the geometric mean of its tokens' ratios, as in GSPO).
+    pub importance_sampling_level: SamplingLevel,
     /// How far the ratio of new and old probability counts below 1.
     pub epsilon: f64,
-    /// How far it counts above 1; by default `epsilon`.
+    /// How far it counts above 1; by default `epsilon`. With `loss = "cispo"` the largest ratio
+    /// itself, which must be set.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub epsilon_high: Option<f64>,
+    /// The largest ratio that counts also where the advantage is negative; by default there is no
+    /// such bound. Above `1 + epsilon_high`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub delta: Option<f64>,
     /// The weight of the divergence from the reference model; 0 does without such a model.
     pub beta: f64,
     /// Updates of the model with the same answers. Above 1, `trainer.accumulate_grad_batches` must
@@ -77,8 +90,10 @@ impl Default for GrpoConfig {
             stop: Vec::new(),
             loss: GrpoLoss::Dapo,
             scale_rewards: ScaleRewards::Group,
+            importance_sampling_level: SamplingLevel::Token,
             epsilon: 0.2,
             epsilon_high: None,
+            delta: None,
             beta: 0.0,
             updates: 1,
             mask_truncated: false,
@@ -97,6 +112,8 @@ pub enum GrpoLoss {
     Grpo,
     /// Each token alike, divided by the most tokens.
     DrGrpo,
+    /// Each token alike, with the gradient of its log-probability times its ratio.
+    Cispo,
 }
 
 /// The divisor of advantages: `scale_rewards`.
@@ -105,19 +122,37 @@ pub enum GrpoLoss {
 pub enum ScaleRewards {
     /// The standard deviation of the group's rewards.
     Group,
+    /// The standard deviation of the rewards of all ranks.
+    Batch,
     /// None.
     None,
 }
 
+/// What has a ratio of new and old probability: `importance_sampling_level`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SamplingLevel {
+    /// Each token.
+    Token,
+    /// Each answer.
+    Sequence,
+}
+
 impl ConfigType for GrpoLoss {
     fn describe() -> String {
-        "`\"dapo\"`, `\"grpo\"` or `\"dr_grpo\"`".to_owned()
+        "`\"dapo\"`, `\"grpo\"`, `\"dr_grpo\"` or `\"cispo\"`".to_owned()
     }
 }
 
 impl ConfigType for ScaleRewards {
     fn describe() -> String {
-        "`\"group\"` or `\"none\"`".to_owned()
+        "`\"group\"`, `\"batch\"` or `\"none\"`".to_owned()
+    }
+}
+
+impl ConfigType for SamplingLevel {
+    fn describe() -> String {
+        "`\"token\"` or `\"sequence\"`".to_owned()
     }
 }
 
@@ -158,10 +193,37 @@ impl GrpoConfig {
                 return wrong(key, format!("must be at least 0, found {value}"));
             }
         }
+        if self.loss == GrpoLoss::Cispo && self.epsilon_high.is_none() {
+            let message = "the loss \"cispo\" needs it: the largest ratio that counts, such as 5";
+            return wrong("epsilon_high", message.to_owned());
+        }
+        if let Some(delta) = self.delta {
+            let least = 1.0 + self.epsilon_high();
+            if self.loss == GrpoLoss::Cispo {
+                return wrong(
+                    "delta",
+                    "has no effect on the loss \"cispo\"; leave it out".to_owned(),
+                );
+            }
+            if !(delta > least && delta.is_finite()) {
+                return wrong(
+                    "delta",
+                    format!("must be above 1 + epsilon_high = {least}, found {delta}"),
+                );
+            }
+        }
         Ok(())
     }
 
-    pub(super) fn epsilon_high(&self) -> f64 {
+    /// The ratios that are not clipped.
+    pub(super) fn ratios(&self) -> RangeInclusive<f64> {
+        match self.loss {
+            GrpoLoss::Cispo => 0.0..=self.epsilon_high(),
+            _ => 1.0 - self.epsilon..=1.0 + self.epsilon_high(),
+        }
+    }
+
+    fn epsilon_high(&self) -> f64 {
         self.epsilon_high.unwrap_or(self.epsilon)
     }
 

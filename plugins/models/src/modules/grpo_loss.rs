@@ -1,11 +1,11 @@
 //! The loss of rewarded answers.
 
-use candle_core::{Device, Tensor};
+use candle_core::{Device, Tensor, WithDType};
 use fulgurite_error::Result;
 use fulgurite_nn::Loss;
 
 use super::grpo::SampledAnswer;
-use super::grpo_config::{GrpoConfig, GrpoLoss, ScaleRewards};
+use super::grpo_config::{GrpoConfig, GrpoLoss, SamplingLevel, ScaleRewards};
 
 /// TRL's bound of the divisor of advantages.
 const STD_EPSILON: f64 = 1e-4;
@@ -26,16 +26,15 @@ pub(super) struct Advantages {
 }
 
 impl Advantages {
-    /// Compares `rewards`, in groups of `samples`, as TRL.
-    pub(super) fn new(rewards: &[f64], samples: usize, scale: ScaleRewards) -> Self {
+    /// Compares `rewards`, in groups of `samples`, as TRL. `all` are the rewards of all ranks.
+    pub(super) fn new(rewards: &[f64], samples: usize, scale: ScaleRewards, all: &[f64]) -> Self {
         let mut values = Vec::with_capacity(rewards.len());
         let (mut stds, mut equal) = (0.0, 0.0);
         for group in rewards.chunks_exact(samples) {
-            let mean = group.iter().sum::<f64>() / samples as f64;
-            let squares = group.iter().map(|reward| (reward - mean).powi(2)).sum::<f64>();
-            let std = (squares / (samples as f64 - 1.0)).sqrt();
+            let (mean, std) = mean_and_std(group);
             let divisor = match scale {
                 ScaleRewards::Group => std + STD_EPSILON,
+                ScaleRewards::Batch => mean_and_std(all).1 + STD_EPSILON,
                 ScaleRewards::None => 1.0,
             };
             values.extend(group.iter().map(|reward| (reward - mean) / divisor));
@@ -45,6 +44,14 @@ impl Advantages {
         let groups = (rewards.len() / samples).max(1) as f64;
         Self { values, mean_std: stds / groups, equal_share: equal / groups }
     }
+}
+
+/// The mean and the standard deviation of a sample.
+fn mean_and_std(rewards: &[f64]) -> (f64, f64) {
+    let count = rewards.len() as f64;
+    let mean = rewards.iter().sum::<f64>() / count;
+    let squares = rewards.iter().map(|reward| (reward - mean).powi(2)).sum::<f64>();
+    (mean, (squares / (count - 1.0)).sqrt())
 }
 
 /// The tokens of rewarded answers, one after another.
@@ -58,6 +65,10 @@ pub(super) struct RewardedTokens {
     advantages: Tensor,
     /// The weight of each token, f32 `[tokens]`.
     weights: Tensor,
+    /// The answer of each token, u32 `[tokens]`.
+    answers: Tensor,
+    /// The number of tokens of each answer, f32 `[answers]`.
+    lengths: Tensor,
     count: f64,
 }
 
@@ -73,31 +84,51 @@ impl RewardedTokens {
         reference: Option<Tensor>,
     ) -> Result<Self> {
         let (mut advantages, mut weights, mut tokens) = (Vec::new(), Vec::new(), 0);
-        for answer in answers {
+        let (mut of_answer, mut lengths) = (Vec::new(), Vec::new());
+        for (index, answer) in answers.iter().enumerate() {
             let length = answer.ids.len();
+            of_answer.resize(of_answer.len() + length, index as u32);
+            lengths.push(length as f32);
             advantages.resize(advantages.len() + length, answer.advantage as f32);
             let is_learned = !(config.mask_truncated && answer.is_truncated);
             let weight = match (is_learned, config.loss) {
                 (false, _) => 0.0,
                 (true, GrpoLoss::Grpo) => 1.0 / length as f32,
-                (true, GrpoLoss::Dapo | GrpoLoss::DrGrpo) => 1.0,
+                (true, GrpoLoss::Dapo | GrpoLoss::DrGrpo | GrpoLoss::Cispo) => 1.0,
             };
             weights.resize(weights.len() + length, weight);
             tokens += if is_learned { length } else { 0 };
         }
         let count = match config.loss {
             GrpoLoss::Grpo => answers.len() as f64,
-            GrpoLoss::Dapo if tokens == 0 => NO_TOKENS,
-            GrpoLoss::Dapo => tokens as f64,
+            GrpoLoss::Dapo | GrpoLoss::Cispo if tokens == 0 => NO_TOKENS,
+            GrpoLoss::Dapo | GrpoLoss::Cispo => tokens as f64,
             GrpoLoss::DrGrpo => (answers.len() * config.max_new_tokens) as f64,
         };
         let device = sampled.device();
-        let tensor = |values: Vec<f32>| -> Result<Tensor> {
+        fn tensor<T: WithDType>(values: Vec<T>, device: &Device) -> Result<Tensor> {
             let len = values.len();
             Ok(Tensor::from_vec(values, len, &Device::Cpu)?.to_device(device)?)
-        };
-        let (advantages, weights) = (tensor(advantages)?, tensor(weights)?);
-        Ok(Self { sampled, reference, advantages, weights, count })
+        }
+        let (advantages, weights) = (tensor(advantages, device)?, tensor(weights, device)?);
+        let (answers, lengths) = (tensor(of_answer, device)?, tensor(lengths, device)?);
+        Ok(Self { sampled, reference, advantages, weights, answers, lengths, count })
+    }
+
+    /// The logarithm of the ratio that counts for each token, f32 `[tokens]`, of a policy with
+    /// these log-probabilities, f32 `[tokens]`.
+    ///
+    /// # Errors
+    /// If candle cannot compute it.
+    pub(super) fn log_ratio(&self, level: SamplingLevel, policy: &Tensor) -> Result<Tensor> {
+        let of_tokens = (policy - &self.sampled)?;
+        match level {
+            SamplingLevel::Token => Ok(of_tokens),
+            SamplingLevel::Sequence => {
+                let sums = self.lengths.zeros_like()?.index_add(&self.answers, &of_tokens, 0)?;
+                Ok((sums / &self.lengths)?.index_select(&self.answers, 0)?)
+            }
+        }
     }
 
     /// The loss of a policy with these log-probabilities, f32 `[tokens]`: for each token
@@ -107,12 +138,24 @@ impl RewardedTokens {
     /// # Errors
     /// If candle cannot compute it.
     pub(super) fn loss(&self, config: &GrpoConfig, policy: &Tensor) -> Result<Loss> {
-        let ratio = (policy - &self.sampled)?.exp()?;
-        let gain = (&ratio * &self.advantages)?;
+        let ratio = self.log_ratio(config.importance_sampling_level, policy)?.exp()?;
+        let range = config.ratios();
         // A clipped ratio is a constant.
-        let clipped = ratio.detach().clamp(1.0 - config.epsilon, 1.0 + config.epsilon_high())?;
-        let clipped = (clipped * &self.advantages)?;
-        let mut losses = gain.le(&clipped)?.where_cond(&gain, &clipped)?.neg()?;
+        let clipped = ratio.detach().clamp(*range.start(), *range.end())?;
+        let mut losses = if config.loss == GrpoLoss::Cispo {
+            ((clipped * &self.advantages)? * policy)?.neg()?
+        } else {
+            let ratio = match config.delta {
+                None => ratio,
+                Some(delta) => {
+                    let bounded = ratio.detach().clamp(f64::NEG_INFINITY, delta)?;
+                    ratio.le(delta)?.where_cond(&ratio, &bounded)?
+                }
+            };
+            let gain = (ratio * &self.advantages)?;
+            let clipped = (clipped * &self.advantages)?;
+            gain.le(&clipped)?.where_cond(&gain, &clipped)?.neg()?
+        };
         if let Some(reference) = &self.reference {
             let difference = (reference - policy)?;
             let divergence = ((difference.exp()? - difference)? - 1.0)?;
@@ -134,14 +177,19 @@ mod tests {
 
     #[test]
     fn advantages_equal_a_hand_count() {
-        let found =
-            Advantages::new(&[1.0, 0.0, 0.0, 1.0, 2.0, 2.0, 2.0, 2.0], 4, ScaleRewards::Group);
+        let rewards = [1.0, 0.0, 0.0, 1.0, 2.0, 2.0, 2.0, 2.0];
+        let found = Advantages::new(&rewards, 4, ScaleRewards::Group, &[]);
         let std = (1.0f64 / 3.0).sqrt();
         let one = 0.5 / (std + 1e-4);
         assert_eq!(found.values, [one, -one, -one, one, 0.0, 0.0, 0.0, 0.0]);
         assert_eq!((found.mean_std, found.equal_share), (std / 2.0, 0.5));
-        let plain = Advantages::new(&[1.0, 0.0], 2, ScaleRewards::None);
+        let plain = Advantages::new(&[1.0, 0.0], 2, ScaleRewards::None, &[]);
         assert_eq!(plain.values, [0.5, -0.5]);
+        // Of this rank's rewards and another's.
+        let all = [1.0, 0.0, 3.0, 0.0];
+        let of_batch = Advantages::new(&[1.0, 0.0], 2, ScaleRewards::Batch, &all);
+        let one = 0.5 / (2.0f64.sqrt() + 1e-4);
+        assert_eq!(of_batch.values, [one, -one]);
     }
 
     /// Two answers, of 2 and 3 tokens, the second truncated.

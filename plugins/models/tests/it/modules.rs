@@ -313,18 +313,36 @@ fn rewarded_answers_cost_as_in_trl() {
         }
     };
     let batch: Vec<SampledAnswer> = (0..lengths.len()).map(answer).collect();
-    let config = |loss: &str, beta: f64| {
+    let with = |loss: &str, beta: f64, keys: &serde_json::Value| {
         let mut config = config("llama");
-        let grpo = json!({
+        let mut grpo = json!({
             "rewards": ["answer"], "loss": loss, "beta": beta, "temperature": 0.8, "epsilon": 0.2,
             "epsilon_high": 0.3, "max_new_tokens": 8,
         });
+        grpo.as_object_mut().unwrap().extend(keys.as_object().unwrap().clone());
         config.set("grpo", grpo).unwrap();
         config
     };
+    let config = |loss: &str, beta: f64| with(loss, beta, &json!({}));
     for name in ["dapo", "grpo", "dr_grpo"] {
         let (_fabric, module) = load::<Grpo>(&config(name, 0.0), "llama").unwrap();
         assert_mean(name, &module.loss(&batch).unwrap(), &expected[name]);
+    }
+    for (name, loss, keys) in [
+        ("cispo", "cispo", json!({ "epsilon_high": 1.1 })),
+        ("sequence", "grpo", json!({ "importance_sampling_level": "sequence" })),
+        ("sequence_dapo", "dapo", json!({ "importance_sampling_level": "sequence" })),
+        ("delta", "dapo", json!({ "delta": 1.35 })),
+    ] {
+        let (fabric, module) = load::<Grpo>(&with(loss, 0.0, &keys), "llama").unwrap();
+        let loss = module.loss(&batch).unwrap();
+        assert_mean(name, &loss, &expected[name]);
+        fabric.backward(&loss).unwrap();
+        let head = fabric.module_tree().unwrap().parameter("lm_head.weight").unwrap();
+        let norm = head.local_grad().unwrap().sqr().unwrap().sum_all().unwrap();
+        let norm = f64::from(norm.to_scalar::<f32>().unwrap()).sqrt() / loss.count();
+        let wanted = f64::from(expected[&format!("{name}_norm")].to_scalar::<f32>().unwrap());
+        assert!((norm / wanted - 1.0).abs() < 1e-4, "{name}: {norm}, expected {wanted}");
     }
     let (mut fabric, module) = load_with_reference::<Grpo>(&config("dapo", 0.5));
     let loss = module.loss(&batch).unwrap();
