@@ -417,8 +417,11 @@ pub static LAYERS: &[LayerRow] = &[
             "`MixtureOfExperts::new(b, &config)`",
             "`[.., hidden]` → same",
             "`gate.weight [experts, hidden]`; `experts.gate_proj.weight` and `up_proj.weight` \
-             `[experts, intermediate, hidden]`, `down_proj.weight [experts, hidden, intermediate]`",
-            "as `Linear`",
+             `[experts, intermediate, hidden]`, `down_proj.weight [experts, hidden, intermediate]`; with `bias` one \
+             of `[experts, intermediate]` or `[experts, hidden]` beside each; with `router.bias` `gate.bias \
+             [experts]`; with `router.correction` the buffer `gate.e_score_correction_bias [experts]`; with \
+             `shared` a `GatedMlp` `shared_expert` and, if `gated`, `shared_expert_gate.weight [1, hidden]`",
+            "as `Linear`; biases zeros",
         ]),
         build: |b| module(MixtureOfExperts::new(b, &MixtureOfExpertsConfig::new([24, 14], 4, 2))?),
         ..OWN

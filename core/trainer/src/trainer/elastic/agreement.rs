@@ -76,10 +76,10 @@ pub(crate) fn agree(world: &Arc<dyn ProcessGroup>, kept: &mut Kept) -> Result<Op
         None => (copy.map(|Copy { path, .. }| path), "the copies in the host's memory".to_owned()),
     };
     let from = if state.is_some() { from } else { "the last checkpoint".to_owned() };
-    kept.set_run(&run);
-    kept.end_session();
     let last_step = offers.into_iter().filter_map(|offer| offer.last_step);
     let last_step = last_step.max_by_key(number);
+    kept.set_run(&run, last_step.as_ref());
+    kept.end_session();
     Ok(Some(Recovered { run, state, from, steps_done, last_step }))
 }
 

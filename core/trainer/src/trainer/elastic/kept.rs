@@ -20,6 +20,8 @@ use fulgurite_launch::{job_memories, job_memory};
 pub(crate) struct Kept {
     session: Option<Session>,
     run: Option<RunSoFar>,
+    /// The report of the last step before the present generation.
+    last_step: Option<Event>,
     copy: Option<Copy>,
     reports: Option<Reports>,
     lost_at: Option<Instant>,
@@ -139,7 +141,9 @@ impl Kept {
         };
         let step = self.session.as_ref().map_or(0, |session| session.progress.step());
         self.steps_done = self.steps_done.max(step);
-        let last_step = self.session.as_ref().and_then(|session| session.recorder.last_step());
+        // A generation may end before its first step.
+        let of_session = self.session.as_ref().and_then(|session| session.recorder.last_step());
+        let last_step = of_session.or(self.last_step.as_ref());
         Offer {
             run: self.run.clone(),
             held,
@@ -157,9 +161,9 @@ impl Kept {
         held_state(session, name, epoch)
     }
 
-    /// Sets the settings of the run.
-    pub(super) fn set_run(&mut self, run: &RunSoFar) {
-        self.run = Some(run.clone());
+    /// Sets the settings of the run, and the report of its last step.
+    pub(super) fn set_run(&mut self, run: &RunSoFar, last_step: Option<&Event>) {
+        (self.run, self.last_step) = (Some(run.clone()), last_step.cloned());
     }
 
     /// Sets a committed checkpoint that later generations may resume from.
@@ -194,7 +198,7 @@ fn held(session: &mut Session) -> Result<Option<Held>> {
 }
 
 /// Returns this rank's coordinates in its replica, and the number of ranks in a replica.
-pub(super) fn place_in_replica(mesh: &DeviceMesh) -> (Vec<usize>, usize) {
+pub(crate) fn place_in_replica(mesh: &DeviceMesh) -> (Vec<usize>, usize) {
     let (names, sizes) = (mesh.layout().names(), mesh.layout().sizes());
     let dims = names.iter().zip(sizes).filter(|(name, _)| *name != DATA_PARALLEL_REPLICATE);
     let (place, sizes): (Vec<usize>, Vec<usize>) =
