@@ -2,11 +2,14 @@
 //! test starts itself as that program.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io::BufReader;
 use std::path::Path;
 use std::process::{Command, ExitCode, Output};
 use std::time::Duration;
 
 use fulgurite::cli::Cli;
+use fulgurite::core::collective::flight::{FlightLog, Trouble};
 use fulgurite::core::nn::BatchNorm;
 use fulgurite::prelude::*;
 use serde::{Deserialize, Serialize};
@@ -98,6 +101,12 @@ impl LightningModule for Normed {
         if aborts && (ctx.rank, ctx.step, ctx.batch_index) == (1, 3, 1) {
             std::process::abort();
         }
+        if loses(&["pace"]) && ctx.rank == 1 {
+            std::thread::sleep(Duration::from_millis(40));
+        }
+        if loses(&["never_ends"]) && (ctx.rank, ctx.step) == (1, 3) {
+            std::thread::sleep(Duration::from_secs(60));
+        }
         self.loss(x)
     }
 
@@ -106,11 +115,21 @@ impl LightningModule for Normed {
     }
 }
 
-impl Hooks<Numbers> for Normed {}
+impl Hooks<Numbers> for Normed {
+    fn on_train_step_end(&mut self, ctx: &mut HookContext<Numbers>) -> Result<()> {
+        if loses(&["bits"]) && generation() == Some(0) && (ctx.rank, ctx.step) == (1, 3) {
+            let weight = ctx.fabric().module_tree()?.parameter("last.weight").unwrap().local()?;
+            weight.values.slice_set(&(&weight.values * 1.5)?, 0, 0)?;
+        }
+        Ok(())
+    }
+}
 
 /// Set in the process that acts as the program; its value is the program.
 const AS_PROGRAM: &str = "FULGURITE_TEST_CODE_IN_CLI";
-/// Where [`Normed`] loses a rank: `none`, `step`, or also at the `start` of the new process.
+/// Where [`Normed`] loses a rank: `none`, `step`, or also at the `start` of the new process. With
+/// `never_ends` a step of the rank never ends, and with `bits` a weight changes on it alone.
+/// With `pace` all its steps are slow.
 const LOSES: &str = "FULGURITE_TEST_LOSES";
 
 fn loses(at: &[&str]) -> bool {
@@ -148,26 +167,33 @@ fn tests() {
     assert!(stderr.contains("strategy `ddp` takes no parallelize function"), "{stderr}");
     buffers_go_on_without_the_lost_step();
     checkpoints_are_those_without_a_loss();
+    records_name_the_rank_that_hangs();
+    changed_bits_are_found();
+    slow_rank_is_named();
     println!("test result: ok");
 }
 
-/// Trains [`Normed`] on two ranks in the folder. Returns the events.
-fn train(directory: &Path, loses: &str, sets: &[&str]) -> Vec<Value> {
+/// Trains [`Normed`] on two ranks in the folder.
+fn train_normed(directory: &Path, loses: &str, sets: &[&str]) -> Output {
     let common = [
         "trainer.max_steps=6",
         "trainer.devices=2",
         "trainer.accumulate_grad_batches=2",
         "trainer.val_check_interval=1",
-        "trainer.elastic.enabled=true",
     ];
-    let run = Command::new(std::env::current_exe().unwrap())
+    Command::new(std::env::current_exe().unwrap())
         .args(["fit", "--output", "json"])
         .args(common.iter().chain(sets).flat_map(|set| ["--set", set]))
         .env(AS_PROGRAM, "normed")
         .env(LOSES, loses)
         .current_dir(directory)
         .output()
-        .unwrap();
+        .unwrap()
+}
+
+/// Trains it with `trainer.elastic`. Returns the events.
+fn train(directory: &Path, loses: &str, sets: &[&str]) -> Vec<Value> {
+    let run = train_normed(directory, loses, &[sets, &["trainer.elastic.enabled=true"]].concat());
     assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
     let lines = String::from_utf8(run.stdout).unwrap();
     lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
@@ -227,6 +253,56 @@ fn checkpoints_are_those_without_a_loss() {
         assert!(expected.0.len() < 20, "no early stop in {} steps", expected.0.len());
         assert_eq!(found, expected, "{more:?}");
     }
+}
+
+/// Both ranks write their records, also the one that is stuck in its own code.
+fn records_name_the_rank_that_hangs() {
+    let directory = tempfile::tempdir().unwrap();
+    let sets = ["trainer.strategy=ddp", "trainer.timeout_secs=2"];
+    let run = train_normed(directory.path(), "never_ends", &sets);
+    let stderr = String::from_utf8_lossy(&run.stderr);
+    assert!(!run.status.success());
+    let dir = "fulgurite_logs/version_0/flight";
+    assert!(stderr.contains(&format!("`fulgurite flight {dir}`")), "{stderr}");
+    let logs: Vec<FlightLog> = (0..2)
+        .map(|rank| directory.path().join(dir).join(format!("rank-{rank:05}.jsonl")))
+        .map(|path| FlightLog::read(BufReader::new(File::open(path).unwrap())).unwrap())
+        .collect();
+    let trouble = Trouble::of(&logs).unwrap();
+    assert_eq!((trouble.behind, trouble.differs), (vec![1], false));
+    assert!(trouble.calls[&0].failed);
+}
+
+/// A weight that changes on one rank is found. If it is found at once, an elastic training goes on as
+/// if it had not changed.
+fn changed_bits_are_found() {
+    let directory = tempfile::tempdir().unwrap();
+    let sets = ["trainer.strategy=ddp", "trainer.check_replicas_every_n_steps=2"];
+    let three = [&sets[..], &["trainer.devices=3"]].concat();
+    let run = train_normed(directory.path(), "bits", &three);
+    let stderr = String::from_utf8_lossy(&run.stderr);
+    let expected =
+        "after step 4 replicas differ: rank 1 holds other values than ranks 0, 2 in 4 of";
+    assert!(!run.status.success() && stderr.contains(expected), "{stderr}");
+    assert!(stderr.contains("Go on from a checkpoint of step 2 or before"), "{stderr}");
+    let two = train_normed(directory.path(), "bits", &sets);
+    let stderr = String::from_utf8_lossy(&two.stderr);
+    assert!(stderr.contains("ranks 0, 1 hold different values"), "{stderr}");
+    let each =
+        ["trainer.strategy=ddp", "trainer.check_replicas_every_n_steps=1", "trainer.devices=3"];
+    let expected = train(directory.path(), "none", &each);
+    let found = train(directory.path(), "bits", &each);
+    assert_eq!(by_step(&found, "generation", "step").into_keys().collect::<Vec<_>>(), [3]);
+    assert_eq!(by_step(&found, "step", "train_loss"), by_step(&expected, "step", "train_loss"));
+}
+
+fn slow_rank_is_named() {
+    let directory = tempfile::tempdir().unwrap();
+    let sets =
+        ["trainer.strategy=ddp", "trainer.slow_rank_factor=2", "trainer.log_every_n_steps=1"];
+    let run = train_normed(directory.path(), "pace", &sets);
+    let stderr = String::from_utf8_lossy(&run.stderr);
+    assert!(run.status.success() && stderr.contains("WARN rank 1 on "), "{stderr}");
 }
 
 fn main() -> ExitCode {

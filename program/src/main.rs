@@ -4,6 +4,8 @@
 mod checkpoint;
 #[cfg(feature = "models")]
 mod data;
+#[cfg(feature = "plugins")]
+mod flight;
 #[cfg(feature = "models")]
 mod generate;
 mod hub;
@@ -100,6 +102,9 @@ enum Command {
     ///
     /// One HTML file that loads nothing, from what runs have written to their directories.
     Report(report::Report),
+    /// Name the rank that fell behind, from the collectives that ranks have recorded before a failure
+    #[cfg(feature = "plugins")]
+    Flight(flight::Flight),
     /// Start the ranks of a job on this node, alone or together with other nodes, as torchrun does
     Run(run::Run),
     /// Measure, on this machine
@@ -166,6 +171,8 @@ fn run() -> ExitCode {
             exit_code(checkpoint::run(command))
         }
         Command::Report(command) => exit_code(command.run()),
+        #[cfg(feature = "plugins")]
+        Command::Flight(command) => exit_code(command.run()),
         Command::Run(command) => exit_code(command.run()),
         // The benchmark reports failures of all its processes itself.
         #[cfg(feature = "bench")]

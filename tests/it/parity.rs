@@ -224,6 +224,7 @@ fn json_lines_fields_are_stable() {
                 "step_s_median",
                 "tokens_per_s",
                 "startup_s",
+                "goodput",
             ],
         };
         for key in numbers {

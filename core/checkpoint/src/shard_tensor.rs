@@ -4,7 +4,10 @@ use std::collections::BTreeMap;
 
 use candle_core::Tensor;
 
+use super::checksum::Checksum;
+use super::shard_file::on_host;
 use crate::{Error, Result};
+use fulgurite_engine::autograd::storage;
 use fulgurite_engine::mesh::{
     CONTEXT_PARALLEL, DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD, PIPELINE_PARALLEL,
     TENSOR_PARALLEL,
@@ -26,6 +29,19 @@ pub struct ShardTensor {
     pub region: Region,
     /// The tensor's global shape.
     pub shape: Vec<usize>,
+}
+
+impl ShardTensor {
+    /// Returns a digest of the values (XXH3-64). Equal bits have equal digests.
+    ///
+    /// # Errors
+    /// If the values cannot be read from their device.
+    pub fn digest(&self) -> Result<u64> {
+        let values = on_host(&self.values)?;
+        let mut hash = Checksum::default();
+        storage::with_bytes(&values, |bytes| hash.update(bytes))?;
+        Ok(hash.digest())
+    }
 }
 
 /// Returns this rank's part of a model.

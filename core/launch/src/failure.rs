@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::attempt::end_by;
-use super::elastic::reason;
+use super::elastic::{Invitation, reason};
 use super::panics::is_caught;
 use super::process::PROCESS;
 use super::rank::{Membership, RankInfo, membership};
@@ -232,6 +232,32 @@ impl Membership {
             output::flush_briefly();
             std::process::exit(code.into());
         }));
+    }
+}
+
+/// Waits for the failure of this process's job, in its present generation.
+///
+/// A rank hears of a failure in its next collective. A thread with this watch hears of it also
+/// while the rank does something else.
+pub struct FailureWatch(&'static Membership);
+
+/// The failure of a job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct JobFailure {
+    /// Whether ranks may go on in a next generation.
+    pub goes_on: bool,
+}
+
+impl FailureWatch {
+    /// Returns `None` unless this process has joined a job of several ranks.
+    pub fn new() -> Option<Self> {
+        membership().map(Self)
+    }
+
+    /// Waits up to `within` until the job has failed.
+    pub fn wait(&self, within: Duration) -> Option<JobFailure> {
+        let (_, message) = self.0.client.wait_for_failure(within)?;
+        Some(JobFailure { goes_on: Invitation::read(&message).is_some() })
     }
 }
 

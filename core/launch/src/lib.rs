@@ -72,7 +72,9 @@ mod threads;
 
 pub use attempt::{Attempt, attempt};
 pub use elastic::{Elastic, first_world_size, generation, join_next_generation};
-pub use failure::{PANIC_EXIT_CODE, PEER_FAILED_EXIT_CODE, report_and_exit_code};
+pub use failure::{
+    FailureWatch, JobFailure, PANIC_EXIT_CODE, PEER_FAILED_EXIT_CODE, report_and_exit_code,
+};
 pub use fulgurite_store::{
     ClientIdentity, JobKey, LocalStore, LostRankPolicy, Patience, Store, StoreServer, TcpStore,
 };

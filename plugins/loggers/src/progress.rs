@@ -475,6 +475,7 @@ fn describe(event: &Event, trains: bool) -> Option<String> {
             peak_device_mib,
             skipped_steps,
             plan,
+            ..
         } => {
             let peak = peak_rss_mib.iter().copied().fold(0.0, f64::max);
             let device = match peak_device_mib.iter().copied().reduce(f64::max) {
@@ -615,6 +616,7 @@ mod tests {
             step_s_median: 0.25,
             rate: ItemRate::new("images", 2_500_000.0),
             startup_s: 0.5,
+            goodput: Some(0.5),
             peak_rss_mib: vec![100.0, 120.4],
             peak_device_mib: vec![50.0, 60.4],
             skipped_steps: 2,
@@ -647,6 +649,7 @@ mod tests {
             step_s_median: nan,
             rate: ItemRate::new("images", nan),
             startup_s: nan,
+            goodput: None,
             peak_rss_mib: vec![100.0],
             peak_device_mib: Vec::new(),
             skipped_steps: 0,
@@ -677,6 +680,7 @@ mod tests {
                 step_s_median: f64::NAN,
                 rate: ItemRate::new("images", f64::NAN),
                 startup_s: f64::NAN,
+                goodput: None,
                 peak_rss_mib: vec![100.0],
                 peak_device_mib: Vec::new(),
                 skipped_steps: 0,

@@ -311,6 +311,7 @@ fn memory_and_time(html: &mut String, runs: &[Run]) {
             "peak memory of each rank, MiB",
             "to start, s",
             "a step, s",
+            "time in steps",
             "waited for checkpoints, s",
         ];
         let rows = finished.iter().map(|&index| {
@@ -328,6 +329,7 @@ fn memory_and_time(html: &mut String, runs: &[Run]) {
                 peaks.join(" "),
                 number(summary["startup_s"].as_f64()),
                 number(summary["step_s_median"].as_f64()),
+                number(summary["goodput"].as_f64()),
                 number(Some(waits.sum())),
             ]
         });

@@ -13,6 +13,8 @@ mod choices;
 #[cfg(feature = "models")]
 mod encoders;
 mod experts;
+#[cfg(feature = "plugins")]
+mod flight;
 #[cfg(feature = "models")]
 mod generate;
 #[cfg(feature = "models")]

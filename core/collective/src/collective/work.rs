@@ -58,6 +58,11 @@ impl Work {
         self.end.as_ref()
     }
 
+    /// Whether a wait has nothing to wait for.
+    pub(super) fn is_ready(&self) -> bool {
+        self.wait.is_none()
+    }
+
     /// Blocks until the collective is complete. For tensors on a device it need not block: work
     /// queued on the device from then on runs after the collective.
     ///

@@ -113,7 +113,7 @@ fn may_differ(config: &TrainerConfig) -> Result<bool> {
 /// Returns this host's name.
 ///
 /// Containers of one host have different names, and may see different devices.
-fn host() -> String {
+pub(crate) fn host() -> String {
     rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 

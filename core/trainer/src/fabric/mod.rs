@@ -22,6 +22,7 @@ mod step;
 mod torch_optimizer;
 
 pub use crate::runtime::{NoSyncGuard, SyncBuffers, UnusedParameters};
+pub(crate) use accelerator::host;
 pub use checkpoints::Checkpoints;
 pub use collectives::GroupCollectives;
 pub use data::{TrainBatch, TrainLoader};

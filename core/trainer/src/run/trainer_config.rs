@@ -166,6 +166,20 @@ fulgurite_config::config_struct! {
         pub activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing::default(),
         /// Number of seconds that a rank waits for others before it fails.
         pub timeout_secs: u64 = 600,
+        /// The interval, in optimizer steps, in which replicas compare the bits of what they hold:
+        /// parameters, buffers and optimizer state. Replicas compute the same, so a difference is a
+        /// fault of a memory or a processor, or of the program. It ends the run with an error that
+        /// names the rank. With `trainer.elastic` the rank is replaced, if most ranks agree; the
+        /// steps since the last comparison stay. Without this key nothing is compared.
+        pub check_replicas_every_n_steps: Option<u64> = None,
+        /// Names ranks that compute this factor longer than half of the ranks, in two logged steps in
+        /// a row: `1.5` is one and a half times as long. Time in collectives does not count. On
+        /// the CPU only. Without this key ranks are not compared.
+        pub slow_rank_factor: Option<f64> = None,
+        /// Number of the last collectives that each of several ranks keeps in a record. After a
+        /// failure the records are in the folder `flight` of the run's directory, and `fulgurite
+        /// flight` names the rank that fell behind. `0` for none.
+        pub flight_recorder: usize = 20_000,
         /// Whether the training goes on after the loss of a rank: see `[trainer.elastic]` below.
         pub elastic: ElasticConfig = ElasticConfig::default(),
         /// The reaction to a model that is too large for the machine, before any process is
@@ -342,6 +356,7 @@ impl TrainerConfig {
             ("accumulate_grad_batches", self.accumulate_grad_batches),
             ("log_every_n_steps", self.log_every_n_steps),
             ("check_val_every_n_epoch", self.check_val_every_n_epoch),
+            ("check_replicas_every_n_steps", self.check_replicas_every_n_steps.unwrap_or(1)),
             ("timeout_secs", self.timeout_secs),
         ];
         for (key, value) in at_least_one {
@@ -350,6 +365,22 @@ impl TrainerConfig {
             }
         }
         self.check_elastic()?;
+        match self.slow_rank_factor {
+            // Not `<=`, so that NaN is refused too.
+            Some(factor) if !(factor > 1.0 && factor.is_finite()) => {
+                return config_error(
+                    "slow_rank_factor",
+                    format!("must be above 1.0, found {factor:?}"),
+                );
+            }
+            Some(_) if self.flight_recorder == 0 => {
+                return config_error(
+                    "slow_rank_factor",
+                    "needs the record of collectives, which `trainer.flight_recorder = 0` turns off",
+                );
+            }
+            _ => {}
+        }
         match self.global_batch_size {
             Some(0) => return config_error("global_batch_size", "must be at least 1, found 0"),
             Some(_) if self.accumulate_grad_batches > 1 => {

@@ -10,6 +10,7 @@ use crate::trainer::run_plan::PlanComparison;
 use crate::{Error, Result};
 use fulgurite_engine::collective::all_gather_object;
 use fulgurite_engine::execution::dry_run;
+use fulgurite_launch::generation;
 
 /// Emits the summary, and the profile if there is one. Collective.
 pub(super) fn summarize(session: &mut Session) -> Result<()> {
@@ -33,6 +34,8 @@ pub(super) fn summarize(session: &mut Session) -> Result<()> {
         step_s_median: meter.median_step_secs(),
         rate: ItemRate::new(recorder.items_name(), meter.counts_per_sec()),
         startup_s: meter.startup_secs(),
+        // Rank 0 does not know the times of a process whose place it has taken.
+        goodput: meter.goodput().filter(|_| session.recorder.goes_on() || generation() == 0),
         skipped_steps: session.skipped_steps(),
         peak_rss_mib,
         peak_device_mib,
@@ -118,5 +121,18 @@ pub(super) fn tear_down_saving<T>(session: &mut Session, result: Result<T>) -> R
             }
             Err(error)
         }
+    }
+}
+
+/// Writes the record of this rank's last collectives if one of them has failed.
+pub(super) fn write_flight_after<T>(session: &mut Session, result: &Result<T>) {
+    let (Some(flight), Err(error)) = (&session.flight, result) else { return };
+    let Some(dir) = flight.write_after(error) else { return };
+    if session.setup.rank() == 0 {
+        let dir = dir.display();
+        tracing::warn!(
+            "each rank's last collectives are in {dir}; `fulgurite flight {dir}` compares them"
+        );
+        session.recorder.keep_run_dir();
     }
 }

@@ -12,6 +12,7 @@ use super::module::context::{HookParts, Requests};
 use super::module::hooks::Hook;
 use super::module::runner::ModuleRunner;
 use super::progress::Progress;
+use super::record::flight::Flight;
 use super::record::recorder::Recorder;
 use super::{Event, HookContext};
 use crate::fabric::{Fabric, FabricOptimizer, FabricOptimizers, SampleIdentity};
@@ -29,6 +30,8 @@ pub(super) struct Session {
     pub(super) setup: SessionSetup,
     /// Copies of the ranks' shards in the host's memory, with `trainer.elastic.replicas`.
     pub(super) copies: Option<Copies>,
+    /// The record of the last collectives, unless there is one rank.
+    pub(super) flight: Option<Flight>,
     pub(super) runner: Box<dyn ModuleRunner>,
     /// Set during and after training.
     pub(super) optimizers: Option<FabricOptimizers>,

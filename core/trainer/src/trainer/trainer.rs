@@ -9,7 +9,9 @@ use toml::Table;
 use super::checkpoints::lookup::CheckpointLookup;
 use super::checkpoints::place::Saving;
 use super::elastic::{Kept, Recovered, agree};
-use super::end::{end_hooks, profile_on_exception, summarize, tear_down_saving};
+use super::end::{
+    end_hooks, profile_on_exception, summarize, tear_down_saving, write_flight_after,
+};
 use super::evaluation::evaluate::{EvaluationStage, evaluate_once, predict_once};
 use super::fit::fit_run::fit;
 use super::fit::training_loop::FitEnd;
@@ -22,6 +24,7 @@ use super::progress::Progress;
 use super::record::display::default_progress;
 use super::record::event::SharedSink;
 use super::record::event_log::EventLog;
+use super::record::flight::Flight;
 use super::record::logger::LoggerSink;
 use super::record::meter::{Meter, micros_since_epoch, seconds_since_epoch};
 use super::record::recorder::{Recorder, Reports};
@@ -41,6 +44,7 @@ use crate::trainer::run_plan::RunPlan;
 use crate::{Error, Result};
 use fulgurite_config::registry::kind;
 use fulgurite_config::to_table;
+use fulgurite_engine::collective::flight::FlightRecorder;
 use fulgurite_engine::collective::{Agreement, ProcessGroup, Solo, TrafficMeter, broadcast_object};
 use fulgurite_engine::data::DataModule as _;
 use fulgurite_engine::execution::dry_run;
@@ -300,6 +304,7 @@ impl Trainer {
                 }
             }
         }
+        write_flight_after(&mut session, &result);
         let result = result.map_err(|error| session.read_pending_step_after(error));
         let result = result.map_err(|error| session.setup.fabric.explain(error));
         if result.is_err() {
@@ -406,8 +411,9 @@ impl Trainer {
         let starting = Starting::new();
         let mut factory = factory;
         let mut session = self.set_up(stage, &run, &mut factory, None, &mut Kept::default())?;
-        let result = act_once(&mut session, &run, starting, act)
-            .map_err(|e| session.setup.fabric.explain(e));
+        let result = act_once(&mut session, &run, starting, act);
+        write_flight_after(&mut session, &result);
+        let result = result.map_err(|e| session.setup.fabric.explain(e));
         if result.is_err() {
             profile_on_exception(&mut session);
         }
@@ -463,11 +469,24 @@ impl Trainer {
         // Kernels keep memory of the dry run for their next call.
         let held_before = self.plan.as_ref().map_or_else(memory::held, |plan| plan.held_before);
         let usage = Usage::new(traffic.clone(), held_before);
+        let records = own_world.size() > 1 && config.flight_recorder > 0 && !dry_run::is_on();
+        let recorder = records.then(|| FlightRecorder::new(config.flight_recorder));
+        let world = match &recorder {
+            Some(recorder) => recorder.watch(own_world.clone()),
+            None => own_world.clone(),
+        };
         let world = match own_world.size() {
-            1 => own_world.clone(),
-            _ => traffic.watch(own_world.clone()),
+            1 => world,
+            _ => traffic.watch(world),
         };
         let mut fabric = Fabric::over(world, config, run.seed, parallelize)?;
+        if config.slow_rank_factor.is_some() && !fabric.device().is_cpu() {
+            return Err(Error::Config(
+                "`trainer.slow_rank_factor`: on this device the host does not wait in collectives, so its times say \
+                 nothing of ranks; leave the key out"
+                    .to_owned(),
+            ));
+        }
         let StrategyInfo { name: strategy_name, capabilities } = fabric.strategy()?;
         check_async_save(run, capabilities.saves_distributed_checkpoints)?;
         let mut callbacks = self.callbacks.clone();
@@ -498,6 +517,11 @@ impl Trainer {
         };
         let OpenRun { dir: run_dir, mut sinks, guard } = opened;
         let saving = Saving::new(&run.checkpoint, RunDir::checkpoints_in(&run_dir), &**world)?;
+        let flight = recorder
+            .map(|recorder| {
+                Flight::new(recorder, own_world.clone(), &run_dir, config.slow_rank_factor)
+            })
+            .transpose()?;
         let callbacks = Callbacks::new(callbacks, set_up.callbacks, world.rank() == 0);
         if world.rank() != 0 {
             sinks.clear();
@@ -538,6 +562,7 @@ impl Trainer {
                 interrupted: self.interrupted,
             },
             copies: None,
+            flight,
             runner,
             optimizers: None,
             progress: Progress::new(stage, accumulate, micro_batches_in_batch),

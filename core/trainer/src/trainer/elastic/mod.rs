@@ -17,4 +17,4 @@ mod kept;
 
 pub(super) use agreement::{Recovered, agree, is_written_for, number};
 pub(super) use copies::{Copies, copy_if_due};
-pub(super) use kept::{Kept, RunSoFar};
+pub(super) use kept::{Kept, RunSoFar, place_in_replica};

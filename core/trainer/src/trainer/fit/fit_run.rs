@@ -13,6 +13,7 @@ use crate::trainer::elastic::{Copies, Recovered, RunSoFar, is_written_for, numbe
 use crate::trainer::end::summarize;
 use crate::trainer::evaluation::evaluate::validation_sets;
 use crate::trainer::fit::plan::StepPlanner;
+use crate::trainer::fit::replica_check::check_key;
 use crate::trainer::fit::schedule_warning::warn_of_schedules;
 use crate::trainer::fit::training_loop::FitEnd;
 use crate::trainer::module::hooks::Hook;
@@ -65,6 +66,7 @@ pub(crate) fn fit(
     }
     prepare_saving(session)?;
     session.copies = Copies::new(session)?;
+    check_key(session)?;
     // From here on ranks agree on when to end.
     drop(starting);
 
@@ -109,12 +111,14 @@ fn report_generation(
         None if step == 0 => "the start of the run".to_owned(),
         _ => recovered.from.clone(),
     };
+    let repeated_steps = recovered.steps_done.saturating_sub(step);
+    session.recorder.forget_last(repeated_steps);
     session.emit(&Event::Generation {
         generation: fulgurite_launch::generation(),
         step,
         world_size: session.setup.world_size(),
         from,
-        repeated_steps: recovered.steps_done.saturating_sub(step),
+        repeated_steps,
         lost_s: lost_at.map_or(0.0, |at| at.elapsed().as_secs_f64()),
     })
 }

@@ -8,6 +8,7 @@ use crate::trainer::Stage;
 use crate::trainer::elastic::copy_if_due;
 use crate::trainer::evaluation::evaluate::{Evaluated, EvaluationStage, evaluate, validation_sets};
 use crate::trainer::fit::plan::{LoopPlan, StepPlanner};
+use crate::trainer::fit::replica_check::check_replicas_if_due;
 use crate::trainer::fit::train_step::StepEnd;
 use crate::trainer::module::context::StepParts;
 use crate::trainer::module::hooks::Hook;
@@ -79,6 +80,12 @@ impl Session {
                 let due = is_validated && plan.validates(before, self.progress.cursor());
                 self.progress.set_validation_due(due);
                 stepped?;
+                check_replicas_if_due(self)?;
+                if self.logs_step(self.progress.step())
+                    && let Some(flight) = &mut self.flight
+                {
+                    flight.compare_paces(self.progress.step())?;
+                }
             }
             if self.progress.validation_due() {
                 if let Evaluated::Interrupted(why) = self.validate_training()? {
@@ -100,8 +107,10 @@ impl Session {
             let saves = saves || self.saving.has_saved(self.progress.step());
             let out_of_time = max_time.is_some_and(|limit| earlier + started.elapsed() >= limit);
             let vote = self.vote_on_stop(out_of_time)?;
-            self.requests.stop = vote.stop && self.may_stop(&plan);
-            self.progress.set_open(self.requests.stop);
+            // A request waits until the minimum of steps and epochs is reached.
+            self.requests.stop = vote.stop;
+            let stops = vote.stop && self.may_stop(&plan);
+            self.progress.set_open(stops);
             copy_if_due(self)?;
             if makes_step
                 && !(validated || epoch_ends || saves || self.saving.is_running())
@@ -117,7 +126,7 @@ impl Session {
                 end = FitEnd::Interrupted(why);
                 break;
             }
-            if self.requests.stop {
+            if stops {
                 break;
             }
         }

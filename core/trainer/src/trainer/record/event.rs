@@ -175,6 +175,10 @@ pub enum Event {
         /// Seconds from the program's start to the end of the first step.
         #[serde(deserialize_with = "number")]
         startup_s: f64,
+        /// The share of the time since the program's start that steps took: without startup,
+        /// validations, saves, and steps taken again after the loss of a rank.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        goodput: Option<f64>,
         /// Number of steps that changed nothing, because nothing counted on any rank.
         #[serde(default, skip_serializing_if = "is_zero")]
         skipped_steps: u64,
@@ -352,12 +356,13 @@ mod tests {
             step_s_median: 0.5,
             rate: ItemRate::new("images", 2048.0),
             startup_s: 0.125,
+            goodput: Some(0.75),
             skipped_steps: 0,
             peak_rss_mib: vec![100.5, 99.5],
             peak_device_mib: Vec::new(),
             plan: PlanComparison::default(),
         };
-        insta::assert_snapshot!(serde_json::to_string(&summary).unwrap(), @r#"{"event":"summary","steps":2,"world_size":2,"strategy":"fsdp","first_loss":3.5,"last_loss":3.25,"step_s_median":0.5,"images_per_s":2048.0,"startup_s":0.125,"peak_rss_mib":[100.5,99.5],"plan":{"peak_bytes":null,"measured_peak_bytes":null,"traffic_bytes_per_step":null,"measured_traffic_bytes_per_step":null,"step_s":null,"measured_step_s":null}}"#);
+        insta::assert_snapshot!(serde_json::to_string(&summary).unwrap(), @r#"{"event":"summary","steps":2,"world_size":2,"strategy":"fsdp","first_loss":3.5,"last_loss":3.25,"step_s_median":0.5,"images_per_s":2048.0,"startup_s":0.125,"goodput":0.75,"peak_rss_mib":[100.5,99.5],"plan":{"peak_bytes":null,"measured_peak_bytes":null,"traffic_bytes_per_step":null,"measured_traffic_bytes_per_step":null,"step_s":null,"measured_step_s":null}}"#);
         for event in [step, summary] {
             let line = serde_json::to_string(&event).unwrap();
             assert_eq!(serde_json::from_str::<Event>(&line).unwrap(), event);

@@ -62,6 +62,20 @@ impl Meter {
         self.last_loss
     }
 
+    /// Forgets the last steps, which are taken again.
+    pub(crate) fn forget_last(&mut self, steps: u64) {
+        let steps = usize::try_from(steps).unwrap_or(usize::MAX);
+        self.step_secs.truncate(self.step_secs.len().saturating_sub(steps));
+    }
+
+    /// Returns the share of the time since the program's start that its steps took; `None` without
+    /// a step.
+    pub(crate) fn goodput(&self) -> Option<f64> {
+        let secs = seconds_since_epoch() - self.program_start;
+        let in_steps = self.step_secs.iter().sum::<f64>();
+        (secs > 0.0 && in_steps > 0.0).then(|| (in_steps / secs).min(1.0))
+    }
+
     /// Returns the seconds from the program's start to the end of the first step.
     pub(crate) fn startup_secs(&self) -> f64 {
         self.startup_secs

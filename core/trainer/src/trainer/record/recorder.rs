@@ -189,6 +189,11 @@ impl Recorder {
         &self.meter
     }
 
+    /// Forgets the times of the last steps, which are taken again.
+    pub(crate) fn forget_last(&mut self, steps: u64) {
+        self.meter.forget_last(steps);
+    }
+
     pub(crate) fn begin_step(&mut self) {
         self.meter.begin_step();
     }

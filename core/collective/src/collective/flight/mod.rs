@@ -1,0 +1,14 @@
+//! The flight record: a rank's last collectives, to find out after a failure which rank fell behind.
+//!
+//! A [`FlightRecorder`] watches a rank's groups, and [writes](FlightRecorder::write) [`FlightLine`]s.
+//! [`Trouble::of`] compares the [`FlightLog`]s of several ranks.
+
+mod line;
+mod log;
+mod recorder;
+mod trouble;
+
+pub use line::{Call, Channel, ChannelLine, FlightHead, FlightLine, GroupLine};
+pub use log::FlightLog;
+pub use recorder::FlightRecorder;
+pub use trouble::{Lag, Trouble, lags};
