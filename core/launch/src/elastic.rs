@@ -95,8 +95,8 @@ pub fn first_world_size() -> Option<usize> {
 
 /// Joins the next generation of this process's job, if its supervisor has begun one.
 ///
-/// Call it after an error of a collective. It waits up to `within` until the reason of the error is
-/// known, and then until all ranks have come: the supervisor ends those that do not. Every
+/// Call it after an error of a collective. It waits up to `within` for the reason of the error, and
+/// then for all ranks. The supervisor ends those that do not come. Every
 /// [`LaunchedRank`] of the generation before stays valid, but its store is closed.
 ///
 /// Returns `None` if there is no next generation: the job has another failure, or none.

@@ -10,8 +10,8 @@ use crate::Result;
 /// for example the bias that balances experts, by their loads.
 ///
 /// Declared with [`ModuleBuilder::after_step`]. The runtime sums the values of all layers over the
-/// data- and context-parallel ranks in one collective, or over those of a replica while replicas
-/// train apart.
+/// data- and context-parallel ranks in one collective. While replicas train apart, it sums over
+/// those of a replica.
 pub trait AfterStep: Debug + Send + Sync {
     /// Returns this rank's values since the last call, and forgets them. Every rank returns equally
     /// many. Also called, with the result unused, when a step is abandoned or skipped.

@@ -519,7 +519,7 @@ impl Trainer {
         let saving = Saving::new(&run.checkpoint, RunDir::checkpoints_in(&run_dir), &**world)?;
         let flight = recorder
             .map(|recorder| {
-                Flight::new(recorder, own_world.clone(), &run_dir, config.slow_rank_factor)
+                Flight::new(recorder, own_world.rank(), &run_dir, config.slow_rank_factor)
             })
             .transpose()?;
         let callbacks = Callbacks::new(callbacks, set_up.callbacks, world.rank() == 0);

@@ -13,7 +13,7 @@ use super::line::{Call, Channel, ChannelLine, FlightHead, FlightLine, GroupLine}
 use crate::Result;
 use crate::collective::{Collective, End, Intercepted, Interceptor, Label, ProcessGroup, Work};
 
-/// Records the last calls of a rank's groups: what they were, when they began and when they ended.
+/// Records the last calls of a rank's groups, with the times of their beginning and end.
 ///
 /// It costs three locks and four readings of the clock for a call. Clones share the record.
 ///
@@ -27,7 +27,7 @@ use crate::collective::{Collective, End, Intercepted, Interceptor, Label, Proces
 /// world.barrier()?.wait()?;
 ///
 /// let mut record = Vec::new();
-/// recorder.write(&mut record, "a host", &*world)?;
+/// recorder.write(&mut record, "a host")?;
 /// assert!(String::from_utf8_lossy(&record).contains("barrier"));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -46,6 +46,7 @@ struct Shared {
 
 #[derive(Default)]
 struct Records {
+    rank: usize,
     groups: Vec<GroupLine>,
     /// Number of calls in each channel of a group.
     numbers: BTreeMap<(usize, Channel), u64>,
@@ -86,6 +87,7 @@ impl FlightRecorder {
         let mut records = self.records();
         let id = records.groups.len();
         let (name, ranks) = (group.name().to_owned(), group.global_ranks().to_vec());
+        records.rank = ranks[group.rank()];
         records.groups.push(GroupLine { id, name, ranks });
         drop(records);
         Arc::new(Intercepted::new(group, Recording { recorder: self.clone(), group: id }))
@@ -104,20 +106,15 @@ impl FlightRecorder {
         }
     }
 
-    /// Writes the record of the rank of `world`, on this host.
+    /// Writes the record of this rank on `host`. The first group that it watched is the world.
     ///
     /// # Errors
     /// As `to`.
-    pub fn write(
-        &self,
-        to: &mut dyn Write,
-        host: &str,
-        world: &dyn ProcessGroup,
-    ) -> io::Result<()> {
+    pub fn write(&self, to: &mut dyn Write, host: &str) -> io::Result<()> {
         let records = self.records();
         let head = FlightLine::Rank(FlightHead {
-            rank: world.rank(),
-            world_size: world.size(),
+            rank: records.rank,
+            world_size: records.groups.first().map_or(0, |world| world.ranks.len()),
             host: host.to_owned(),
             written: self.since_1970(Instant::now()),
             calls: records.dropped + records.calls.len() as u64,
@@ -290,9 +287,9 @@ mod tests {
     use super::*;
     use crate::collective::{ReduceOp, Solo};
 
-    fn read(recorder: &FlightRecorder, world: &dyn ProcessGroup) -> FlightLog {
+    fn read(recorder: &FlightRecorder) -> FlightLog {
         let mut text = Vec::new();
-        recorder.write(&mut text, "host", world).unwrap();
+        recorder.write(&mut text, "host").unwrap();
         FlightLog::read(&*text).unwrap()
     }
 
@@ -308,7 +305,7 @@ mod tests {
             part.all_reduce(&ones, ReduceOp::Sum).unwrap().wait().unwrap();
         }
         world.barrier().unwrap().wait().unwrap();
-        let log = read(&recorder, &*world);
+        let log = read(&recorder);
         let calls: Vec<_> = log
             .calls
             .iter()
@@ -328,7 +325,7 @@ mod tests {
         for _ in 0..5 {
             world.barrier().unwrap().wait().unwrap();
         }
-        let log = read(&recorder, &*world);
+        let log = read(&recorder);
         assert_eq!(log.calls.iter().map(|call| call.number).collect::<Vec<_>>(), [4, 5]);
         assert_eq!((log.head.calls, log.channels[&(0, Channel::All)]), (5, 5));
     }

@@ -255,7 +255,7 @@ mod tests {
     fn nothing_is_found_in_a_complete_record() {
         let logs: Vec<_> = (0..3).map(|rank| log(rank, &[done(1.0), done(2.0)])).collect();
         assert_eq!(Trouble::of(&logs), None);
-        // A rank may be a call ahead that needs nobody: a broadcast that it sends.
+        // The sender of a broadcast may be a call ahead.
         let ahead = log(0, &[done(1.0), done(2.0), ("world", ALL, "broadcast", 3.0, Some(3.1))]);
         assert_eq!(Trouble::of(&[ahead, logs[1].clone(), logs[2].clone()]), None);
     }

@@ -84,7 +84,8 @@ impl Session {
                 if self.logs_step(self.progress.step())
                     && let Some(flight) = &mut self.flight
                 {
-                    flight.compare_paces(self.progress.step())?;
+                    let world = self.setup.fabric.world();
+                    flight.compare_paces(&**world, self.progress.step())?;
                 }
             }
             if self.progress.validation_due() {

@@ -29,27 +29,28 @@ pub(crate) struct Flight {
     pace: Option<Pace>,
 }
 
+/// What the watching thread has. Not the groups, which end with the session.
 struct Shared {
     recorder: FlightRecorder,
-    world: Arc<dyn ProcessGroup>,
+    rank: usize,
     dir: PathBuf,
     written: Mutex<bool>,
     over: AtomicBool,
 }
 
 impl Flight {
-    /// The record of the rank of `world`, to be written to the run's directory.
+    /// The record of a rank, to be written to the run's directory.
     ///
     /// # Errors
     /// If no thread can be started.
     pub(crate) fn new(
         recorder: FlightRecorder,
-        world: Arc<dyn ProcessGroup>,
+        rank: usize,
         run_dir: &Path,
         slow_rank_factor: Option<f64>,
     ) -> Result<Self> {
         let (dir, over) = (run_dir.join(DIR), AtomicBool::new(false));
-        let shared = Arc::new(Shared { recorder, world, dir, written: Mutex::default(), over });
+        let shared = Arc::new(Shared { recorder, rank, dir, written: Mutex::default(), over });
         if let Some(job) = FailureWatch::new() {
             let shared = shared.clone();
             std::thread::Builder::new()
@@ -65,9 +66,9 @@ impl Flight {
     ///
     /// # Errors
     /// If a peer fails.
-    pub(crate) fn compare_paces(&mut self, step: u64) -> Result<()> {
-        let Shared { recorder, world, .. } = &*self.shared;
-        self.pace.as_mut().map_or(Ok(()), |pace| pace.compare(recorder, &**world, step))
+    pub(crate) fn compare_paces(&mut self, world: &dyn ProcessGroup, step: u64) -> Result<()> {
+        let recorder = &self.shared.recorder;
+        self.pace.as_mut().map_or(Ok(()), |pace| pace.compare(recorder, world, step))
     }
 
     /// Writes the record after an error that other ranks may have caused. Returns its directory.
@@ -115,7 +116,7 @@ impl Shared {
     }
 
     fn try_to_write(&self) -> Result<()> {
-        let rank = self.world.rank();
+        let rank = self.rank;
         fs::create_dir_all(&self.dir).map_err(Error::io("creating the directory", &self.dir))?;
         let (part, path) = (
             self.dir.join(format!("rank-{rank:05}.part")),
@@ -123,7 +124,7 @@ impl Shared {
         );
         let file = File::create(&part).map_err(Error::io("creating", &part))?;
         self.recorder
-            .write(&mut BufWriter::new(file), &host(), &*self.world)
+            .write(&mut BufWriter::new(file), &host())
             .map_err(Error::io("writing", &part))?;
         fs::rename(&part, &path).map_err(Error::io("renaming", &part))
     }

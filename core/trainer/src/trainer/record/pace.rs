@@ -10,7 +10,7 @@ use crate::fabric::host;
 use fulgurite_engine::collective::flight::FlightRecorder;
 use fulgurite_engine::collective::{ProcessGroup, all_gather_object};
 
-/// Compares the times that ranks compute: all time but that which they wait in collectives.
+/// Compares the times that ranks compute. Time in collectives does not count.
 pub(crate) struct Pace {
     factor: f64,
     /// The step, the time, and the waits until then, at the last comparison.
@@ -50,7 +50,7 @@ impl Pace {
         let steps = step.saturating_sub(first).max(1);
         let own = OfRank { secs: computed.as_secs_f64() / steps as f64, host: host() };
         let all = all_gather_object(world, &own)?;
-        // The comparison itself is no part of the next one.
+        // The next comparison does not count this one.
         self.last = Some((step, Instant::now(), recorder.waited()));
         let secs: Vec<f64> = all.iter().map(|rank| rank.secs).collect();
         let (median, slow) = slow_ranks(&secs, self.factor);
