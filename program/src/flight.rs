@@ -70,8 +70,8 @@ fn files(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
         files.extend(found.filter(|path| is_record(path)));
         if files.len() == before {
             return Err(Error::other(format!(
-                "{}: there is no record of a rank, such as rank-00000.jsonl. A run of several ranks writes them when \
-                 it fails, unless `trainer.flight_recorder` is 0",
+                "{}: there is no record of a rank, such as rank-00000.jsonl. A run of several ranks writes them if \
+                 ranks waited too long or made different calls, unless `trainer.flight_recorder` is 0",
                 dir.display()
             )));
         }

@@ -242,8 +242,10 @@ impl Membership {
 pub struct FailureWatch(&'static Membership);
 
 /// The failure of a job.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct JobFailure {
+    /// What the failed rank, or another about it, has reported.
+    pub message: String,
     /// Whether ranks may go on in a next generation.
     pub goes_on: bool,
 }
@@ -257,7 +259,8 @@ impl FailureWatch {
     /// Waits up to `within` until the job has failed.
     pub fn wait(&self, within: Duration) -> Option<JobFailure> {
         let (_, message) = self.0.client.wait_for_failure(within)?;
-        Some(JobFailure { goes_on: Invitation::read(&message).is_some() })
+        let goes_on = Invitation::read(&message).is_some();
+        Some(JobFailure { message, goes_on })
     }
 }
 

@@ -6,6 +6,7 @@
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use fulgurite_engine::collective::TIMED_OUT;
 use fulgurite_error::{Error, Result, advice};
 
 use crate::failure::Failure;
@@ -117,6 +118,6 @@ fn overdue(shared: &Shared, oldest: &Oldest) -> Option<String> {
     };
     late.then(|| {
         let missing = records::missing(shared, notice, &all);
-        format!("timed out after {timeout:?} in {}: {missing}", notice.describe())
+        format!("{TIMED_OUT} {timeout:?} in {}: {missing}", notice.describe())
     })
 }

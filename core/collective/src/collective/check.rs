@@ -11,6 +11,9 @@ use crate::Result;
 /// The beginning of a transport's error about ranks in different collectives.
 pub const RANKS_DIFFER: &str = "the ranks differ in";
 
+/// The beginning of a transport's error about ranks that have not come in time.
+pub const TIMED_OUT: &str = "timed out after";
+
 /// The dtypes that every transport carries.
 pub const DTYPES: [DType; 8] = [
     DType::F32,

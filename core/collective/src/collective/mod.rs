@@ -28,7 +28,7 @@ mod work;
 
 pub use abandon::Abandonment;
 pub use agreement::Agreement;
-pub use check::RANKS_DIFFER;
+pub use check::{RANKS_DIFFER, TIMED_OUT};
 pub use collective::{AllGather, AllToAll, Collective, ReduceOp, ReduceScatter};
 pub use config::{GroupContext, GroupMemory, ProcessGroupConfig};
 pub use counter::{Counter, Record};

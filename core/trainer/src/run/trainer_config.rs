@@ -176,9 +176,10 @@ fulgurite_config::config_struct! {
         /// a row: `1.5` is one and a half times as long. Time in collectives does not count. On
         /// the CPU only. Without this key ranks are not compared.
         pub slow_rank_factor: Option<f64> = None,
-        /// Number of the last collectives that each of several ranks keeps in a record. After a
-        /// failure the records are in the folder `flight` of the run's directory, and `fulgurite
-        /// flight` names the rank that fell behind. `0` for none.
+        /// Number of the last collectives that each of several ranks keeps in a record. If ranks wait
+        /// in vain or make different calls, the records are in the folder `flight` of the run's
+        /// directory afterwards, and `fulgurite flight` names the rank that fell behind. `0` for
+        /// none.
         pub flight_recorder: usize = 20_000,
         /// Whether the training goes on after the loss of a rank: see `[trainer.elastic]` below.
         pub elastic: ElasticConfig = ElasticConfig::default(),

@@ -124,7 +124,7 @@ pub(super) fn tear_down_saving<T>(session: &mut Session, result: Result<T>) -> R
     }
 }
 
-/// Writes the record of this rank's last collectives if one of them has failed.
+/// Writes the record of this rank's last collectives if ranks were stuck.
 pub(super) fn write_flight_after<T>(session: &mut Session, result: &Result<T>) {
     let (Some(flight), Err(error)) = (&session.flight, result) else { return };
     let Some(dir) = flight.write_after(error) else { return };

@@ -5,6 +5,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use fulgurite_engine::collective::TIMED_OUT;
 use fulgurite_error::Error;
 use fulgurite_launch::Patience;
 
@@ -237,7 +238,7 @@ impl Shared {
                     missing().into_iter().map(|r| self.last_seen(r)).collect();
                 on_record.into_iter().for_each(LongWait::gives_up);
                 return Err(Failure::Group(format!(
-                    "timed out after {:?}: {}, waited for {}",
+                    "{TIMED_OUT} {:?}: {}, waited for {}",
                     self.timeout,
                     what(),
                     missing.join(", "),

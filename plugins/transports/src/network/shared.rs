@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use fulgurite_engine::collective::TIMED_OUT;
 use fulgurite_error::Error;
 use fulgurite_launch::{Patience, Store};
 
@@ -336,7 +337,7 @@ impl Watch for Waiting<'_> {
             let ranks = missing.iter().map(|&member| shared.global_ranks[self.members[member]]);
             let missing: Vec<String> = ranks.map(|rank| shared.describe_missing(rank)).collect();
             let failure = Failure::Group(format!(
-                "timed out after {:?}: {}, waited for {}",
+                "{TIMED_OUT} {:?}: {}, waited for {}",
                 shared.timeout,
                 (self.what)(),
                 missing.join(", ")

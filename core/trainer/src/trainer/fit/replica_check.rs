@@ -15,8 +15,8 @@ type Place<'a> = Vec<(usize, &'a [u64])>;
 /// Warns if there is nothing to compare.
 ///
 /// # Errors
-/// If replicas train apart, and so differ between two synchronisations.
-pub(crate) fn check_key(session: &Session) -> Result<()> {
+/// If replicas hold different values: they train apart, or divide the optimizer's state.
+pub(crate) fn check_key(session: &mut Session) -> Result<()> {
     let fabric = &session.setup.fabric;
     if session.setup.config.check_replicas_every_n_steps.is_none() {
         return Ok(());
@@ -29,13 +29,17 @@ pub(crate) fn check_key(session: &Session) -> Result<()> {
         ));
     }
     let (_, replica_size) = place_in_replica(fabric.device_mesh());
-    if replica_size == fabric.world_size() && fabric.is_global_zero() {
-        tracing::warn!(
-            "`trainer.check_replicas_every_n_steps` compares nothing: no two ranks of strategy `{}` hold the same",
-            session.setup.strategy
-        );
+    if replica_size == fabric.world_size() {
+        if fabric.is_global_zero() {
+            tracing::warn!(
+                "`trainer.check_replicas_every_n_steps` compares nothing: no two ranks of strategy `{}` hold the same",
+                session.setup.strategy
+            );
+        }
+        return Ok(());
     }
-    Ok(())
+    let wrong = |error| Error::Config(format!("`trainer.check_replicas_every_n_steps`: {error}"));
+    held(session).map(drop).map_err(wrong)
 }
 
 /// Compares the bits of parameters, buffers and optimizer state between replicas, if the step asks

@@ -10,8 +10,8 @@ use std::time::Duration;
 use super::pace::Pace;
 use crate::fabric::host;
 use crate::{Error, Result};
-use fulgurite_engine::collective::ProcessGroup;
 use fulgurite_engine::collective::flight::FlightRecorder;
+use fulgurite_engine::collective::{ProcessGroup, RANKS_DIFFER, TIMED_OUT};
 use fulgurite_launch::FailureWatch;
 
 /// The directory of the ranks' records in a run's directory.
@@ -22,8 +22,9 @@ const INTERVAL: Duration = Duration::from_millis(500);
 
 /// The record of a rank's last collectives.
 ///
-/// A rank writes it after an error of a collective. A rank that is stuck elsewhere meets none, so
-/// its watching thread writes the record once the job has failed.
+/// A rank writes it if ranks were stuck: if one waited too long, or ranks made different calls. A rank
+/// that is stuck in its own code does not hear of it, so its watching thread writes the record once
+/// the job has failed.
 pub(crate) struct Flight {
     shared: Arc<Shared>,
     pace: Option<Pace>,
@@ -71,15 +72,24 @@ impl Flight {
         self.pace.as_mut().map_or(Ok(()), |pace| pace.compare(recorder, world, step))
     }
 
-    /// Writes the record after an error that other ranks may have caused. Returns its directory.
+    /// Writes the record after an error, if ranks were stuck. Returns its directory then.
     pub(crate) fn write_after(&self, error: &Error) -> Option<&Path> {
         self.shared.over.store(true, Ordering::SeqCst);
-        if !matches!(error, Error::PeerFailed { .. } | Error::Collective { .. }) {
-            return None;
+        match error {
+            Error::PeerFailed { message, .. } | Error::Collective { message, .. }
+                if were_stuck(message) =>
+            {
+                self.shared.write();
+                Some(&self.shared.dir)
+            }
+            _ => None,
         }
-        self.shared.write();
-        Some(&self.shared.dir)
     }
+}
+
+/// Whether a failure's message is about ranks that were stuck.
+fn were_stuck(message: &str) -> bool {
+    [TIMED_OUT, RANKS_DIFFER].iter().any(|text| message.contains(text))
 }
 
 impl Drop for Flight {
@@ -94,7 +104,7 @@ impl Shared {
         let is_over = || self.over.load(Ordering::SeqCst);
         while !is_over() {
             let Some(failure) = job.wait(INTERVAL) else { continue };
-            if failure.goes_on {
+            if failure.goes_on || !were_stuck(&failure.message) {
                 return;
             }
             std::thread::sleep(INTERVAL);
