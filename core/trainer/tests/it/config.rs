@@ -441,6 +441,7 @@ fn resolved_configuration_round_trips() {
     eval_mode = []
     activation_checkpointing = "none"
     timeout_secs = 600
+    flight_recorder = 20000
     memory_check = "error"
     strategy = "fsdp"
     process_group = "auto"
