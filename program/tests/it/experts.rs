@@ -247,7 +247,7 @@ fn a_skipped_step_keeps_the_bias() {
         let events = fit_biased(temp.path(), 1, "single_device", &sets);
         let step = events.iter().find(|event| event["event"] == "step").unwrap();
         let dir = temp.path().join(&dir["checkpoint.dir=".len()..]);
-        let source = checkpoint::open(&dir.join("step-00000001")).unwrap();
+        let source = checkpoint::open(dir.join("step-00000001")).unwrap();
         let name = "model.layers.1.mlp.gate.e_score_correction_bias";
         let shape = source.info(name).unwrap().shape;
         let bias = source.read(name, &Region::full(&shape), DType::F32, &Device::Cpu).unwrap();
