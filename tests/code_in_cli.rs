@@ -104,6 +104,9 @@ impl LightningModule for Normed {
         if loses(&["pace"]) && ctx.rank == 1 {
             std::thread::sleep(Duration::from_millis(40));
         }
+        if loses(&["calls"]) && (ctx.rank, ctx.step) == (1, 3) {
+            ctx.process_group().barrier()?.wait()?;
+        }
         if loses(&["never_ends"]) && (ctx.rank, ctx.step) == (1, 3) {
             std::thread::sleep(Duration::from_secs(60));
         }
@@ -129,7 +132,7 @@ impl Hooks<Numbers> for Normed {
 const AS_PROGRAM: &str = "FULGURITE_TEST_CODE_IN_CLI";
 /// Where [`Normed`] loses a rank: `none`, `step`, or also at the `start` of the new process. With
 /// `never_ends` a step of the rank never ends, and with `bits` a weight changes on it alone.
-/// With `pace` all its steps are slow.
+/// With `pace` all its steps are slow, and with `calls` it makes a collective more.
 const LOSES: &str = "FULGURITE_TEST_LOSES";
 
 fn loses(at: &[&str]) -> bool {
@@ -167,7 +170,7 @@ fn tests() {
     assert!(stderr.contains("strategy `ddp` takes no parallelize function"), "{stderr}");
     buffers_go_on_without_the_lost_step();
     checkpoints_are_those_without_a_loss();
-    records_name_the_rank_that_hangs();
+    records_name_what_went_wrong();
     changed_bits_are_found();
     slow_rank_is_named();
     println!("test result: ok");
@@ -256,21 +259,26 @@ fn checkpoints_are_those_without_a_loss() {
 }
 
 /// Both ranks write their records, also the one that is stuck in its own code.
-fn records_name_the_rank_that_hangs() {
-    let directory = tempfile::tempdir().unwrap();
-    let sets = ["trainer.strategy=ddp", "trainer.timeout_secs=2"];
-    let run = train_normed(directory.path(), "never_ends", &sets);
-    let stderr = String::from_utf8_lossy(&run.stderr);
-    assert!(!run.status.success());
-    let dir = "fulgurite_logs/version_0/flight";
-    assert!(stderr.contains(&format!("`fulgurite flight {dir}`")), "{stderr}");
-    let logs: Vec<FlightLog> = (0..2)
-        .map(|rank| directory.path().join(dir).join(format!("rank-{rank:05}.jsonl")))
-        .map(|path| FlightLog::read(BufReader::new(File::open(path).unwrap())).unwrap())
-        .collect();
-    let trouble = Trouble::of(&logs).unwrap();
-    assert_eq!((trouble.behind, trouble.differs), (vec![1], false));
-    assert!(trouble.calls[&0].failed);
+fn records_name_what_went_wrong() {
+    let trouble = |loses: &str| {
+        let directory = tempfile::tempdir().unwrap();
+        let sets = ["trainer.strategy=ddp", "trainer.timeout_secs=2"];
+        let run = train_normed(directory.path(), loses, &sets);
+        let stderr = String::from_utf8_lossy(&run.stderr);
+        assert!(!run.status.success());
+        let dir = "fulgurite_logs/version_0/flight";
+        assert!(stderr.contains(&format!("`fulgurite flight {dir}`")), "{stderr}");
+        let logs: Vec<FlightLog> = (0..2)
+            .map(|rank| directory.path().join(dir).join(format!("rank-{rank:05}.jsonl")))
+            .map(|path| FlightLog::read(BufReader::new(File::open(path).unwrap())).unwrap())
+            .collect();
+        Trouble::of(&logs).unwrap()
+    };
+    let hangs = trouble("never_ends");
+    assert_eq!((&hangs.behind[..], hangs.differs), (&[1][..], false));
+    assert!(hangs.calls[&0].failed);
+    let differs = trouble("calls");
+    assert!(differs.differs && differs.calls[&1].op == "barrier", "{differs:?}");
 }
 
 /// A weight that changes on one rank is found. If it is found at once, an elastic training goes on as

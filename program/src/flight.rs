@@ -19,7 +19,7 @@ pub(crate) struct Flight {
     #[arg(required = true, value_name = "PATH")]
     paths: Vec<PathBuf>,
     /// Also print the last calls of each rank
-    #[arg(long, value_name = "CALLS", num_args = 0..=1, default_missing_value = "10")]
+    #[arg(long, value_name = "NUMBER")]
     calls: Option<usize>,
     /// Print one JSON object
     #[arg(long)]

@@ -102,7 +102,7 @@ enum Command {
     ///
     /// One HTML file that loads nothing, from what runs have written to their directories.
     Report(report::Report),
-    /// Name the rank that fell behind, from the collectives that ranks have recorded before a failure
+    /// Name the rank that fell behind, by the last collectives that ranks have recorded
     #[cfg(feature = "plugins")]
     Flight(flight::Flight),
     /// Start the ranks of a job on this node, alone or together with other nodes, as torchrun does

@@ -49,8 +49,8 @@ pub struct GrpoConfig {
     /// the rewards of all ranks (`"batch"`; needs `trainer.accumulate_grad_batches = 1`), or none
     /// (`"none"`).
     pub scale_rewards: ScaleRewards,
-    /// What has a ratio of new and old probability: each token (`"token"`), or each answer
-    /// (`"sequence"`, the geometric mean of its tokens' ratios, as in GSPO).
+    /// The ratio of new and old probability: of each token (`"token"`), or of each answer
+    /// (`"sequence"`), as in GSPO. An answer's ratio is the geometric mean of its tokens'.
     pub importance_sampling_level: SamplingLevel,
     /// How far the ratio of new and old probability counts below 1.
     pub epsilon: f64,
@@ -128,13 +128,13 @@ pub enum ScaleRewards {
     None,
 }
 
-/// What has a ratio of new and old probability: `importance_sampling_level`.
+/// The ratio of new and old probability: `importance_sampling_level`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SamplingLevel {
-    /// Each token.
+    /// Of each token.
     Token,
-    /// Each answer.
+    /// Of each answer.
     Sequence,
 }
 

@@ -2,8 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
-/// A line of a flight record, in JSON. The rank comes first, then groups and channels, then the calls
-/// in the order in which they began.
+/// A line of a flight record, in JSON.
+///
+/// The rank comes first, then groups and channels, then the calls in the order in which they began.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum FlightLine {
@@ -35,7 +36,7 @@ pub struct FlightHead {
 /// A group.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct GroupLine {
-    /// Number of the group in this record.
+    /// Number of the group in this record: 0, 1, …
     pub id: usize,
     /// Its name: a mesh dimension, or `world`.
     pub name: String,
@@ -43,8 +44,7 @@ pub struct GroupLine {
     pub ranks: Vec<usize>,
 }
 
-/// The calls of a group that have numbers of their own: its collectives, or the messages to or from
-/// one rank.
+/// Calls of a group that are numbered together: its collectives, or its messages with one rank.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Channel {
@@ -90,6 +90,9 @@ pub struct Call {
     /// When it was started, and the rank went on computing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub started: Option<f64>,
+    /// When the rank began to wait for its end.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waited: Option<f64>,
     /// When the rank had waited for its end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ended: Option<f64>,
@@ -99,9 +102,11 @@ pub struct Call {
 }
 
 impl Call {
-    /// Whether the rank has not seen the call's end, or has seen it fail.
-    pub fn is_unfinished(&self) -> bool {
-        self.ended.is_none() || self.failed
+    /// Whether the rank was stuck in the call, or the call failed. A call that was started early and
+    /// not waited for yet holds nobody up.
+    pub fn is_stuck(&self) -> bool {
+        let is_in_it = self.started.is_none() || self.waited.is_some();
+        self.failed || (self.ended.is_none() && is_in_it)
     }
 }
 

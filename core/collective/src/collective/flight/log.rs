@@ -23,7 +23,7 @@ impl FlightLog {
     /// Reads a record.
     ///
     /// # Errors
-    /// If it is none. The message names the line.
+    /// If the text is no record. The message names the line.
     pub fn read(from: impl BufRead) -> Result<Self> {
         let (mut head, mut groups, mut calls) = (None, Vec::new(), Vec::new());
         let mut channels = BTreeMap::new();
@@ -32,7 +32,11 @@ impl FlightLog {
             let line = line.map_err(|error| wrong(error.to_string()))?;
             match serde_json::from_str(&line).map_err(|error| wrong(error.to_string()))? {
                 FlightLine::Rank(line) => head = Some(line),
-                FlightLine::Group(line) => groups.push(line),
+                FlightLine::Group(line) if line.id == groups.len() => groups.push(line),
+                FlightLine::Group(line) => {
+                    let (found, expected) = (line.id, groups.len());
+                    return Err(wrong(format!("expected group {expected}, found {found}")));
+                }
                 FlightLine::Channel(line) if line.group < groups.len() => {
                     channels.insert((line.group, line.channel), line.calls);
                 }

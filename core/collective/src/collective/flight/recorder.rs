@@ -15,7 +15,7 @@ use crate::collective::{Collective, End, Intercepted, Interceptor, Label, Proces
 
 /// Records the last calls of a rank's groups, with the times of their beginning and end.
 ///
-/// It costs three locks and four readings of the clock for a call. Clones share the record.
+/// It costs four locks and four readings of the clock for a call. Clones share the record.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -51,7 +51,7 @@ struct Records {
     /// Number of calls in each channel of a group.
     numbers: BTreeMap<(usize, Channel), u64>,
     calls: VecDeque<Entry>,
-    /// Number of calls before those in `calls`.
+    /// Number of calls that have left the record.
     dropped: u64,
 }
 
@@ -64,6 +64,7 @@ struct Entry {
     label: Option<Arc<Label>>,
     begun: Instant,
     started: Option<Instant>,
+    waited: Option<Instant>,
     ended: Option<Instant>,
     failed: bool,
 }
@@ -142,6 +143,7 @@ impl FlightRecorder {
             label: entry.label.as_ref().map(|label| label.0.clone()),
             begun: self.since_1970(entry.begun),
             started: entry.started.map(|at| self.since_1970(at)),
+            waited: entry.waited.map(|at| self.since_1970(at)),
             ended: entry.ended.map(|at| self.since_1970(at)),
             failed: entry.failed,
         }
@@ -173,10 +175,19 @@ impl FlightRecorder {
             records.calls.pop_front();
             records.dropped += 1;
         }
-        let (started, ended, failed) = (None, None, false);
-        let entry =
-            Entry { group, channel, number, op, bytes, label, begun, started, ended, failed };
-        records.calls.push_back(entry);
+        records.calls.push_back(Entry {
+            group,
+            channel,
+            number,
+            op,
+            bytes,
+            label,
+            begun,
+            started: None,
+            waited: None,
+            ended: None,
+            failed: false,
+        });
         (records.dropped + records.calls.len() as u64 - 1, begun)
     }
 
@@ -208,6 +219,7 @@ impl FlightRecorder {
         let (recorder, end) = (self.clone(), work.end().cloned());
         let followed = Work::pending(move || {
             let from = Instant::now();
+            recorder.change(call, |entry| entry.waited = Some(from));
             let result = work.wait();
             let (ended, failed) = (Instant::now(), result.is_err());
             recorder.add_wait(from, ended);

@@ -35,17 +35,19 @@ pub struct Lag {
     pub secs: f64,
 }
 
-/// What a call is on all ranks: the name of its group, its members, the group's index among equal
-/// ones, and sender and receiver of a message.
+/// A sequence of calls that ranks make together: the collectives of a group, or the messages from
+/// one rank to another.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-struct Line {
+struct Sequence {
     group: String,
     ranks: Vec<usize>,
+    /// The group's index among those of this name and these ranks.
     index: usize,
+    /// Sender and receiver.
     message: Option<(usize, usize)>,
 }
 
-impl Line {
+impl Sequence {
     fn members(&self) -> Vec<usize> {
         match self.message {
             None => self.ranks.clone(),
@@ -59,15 +61,15 @@ impl Line {
 struct Calls<'a> {
     /// Number of calls in all.
     count: u64,
-    /// Those in the record, by number.
+    /// The recorded ones, by number.
     by_number: BTreeMap<u64, &'a Call>,
 }
 
 type CallsOfRanks<'a> = BTreeMap<usize, Calls<'a>>;
 
-/// The calls that belong together, of all ranks.
-fn lines(logs: &[FlightLog]) -> BTreeMap<Line, CallsOfRanks<'_>> {
-    let mut lines: BTreeMap<Line, CallsOfRanks<'_>> = BTreeMap::new();
+/// The sequences of all ranks.
+fn sequences(logs: &[FlightLog]) -> BTreeMap<Sequence, CallsOfRanks<'_>> {
+    let mut sequences: BTreeMap<Sequence, CallsOfRanks<'_>> = BTreeMap::new();
     for log in logs {
         let own = log.head.rank;
         let mut of_channels: BTreeMap<_, Calls<'_>> = BTreeMap::new();
@@ -90,12 +92,12 @@ fn lines(logs: &[FlightLog]) -> BTreeMap<Line, CallsOfRanks<'_>> {
                 Channel::From(peer) => Some((global(peer), own)),
             };
             let (name, ranks) = (group.name.clone(), group.ranks.clone());
-            let line = Line { group: name, ranks, index, message };
-            lines.entry(line).or_default().insert(own, calls);
+            let sequence = Sequence { group: name, ranks, index, message };
+            sequences.entry(sequence).or_default().insert(own, calls);
         }
     }
-    lines.retain(|line, _| line.ranks.len() > 1);
-    lines
+    sequences.retain(|sequence, _| sequence.ranks.len() > 1);
+    sequences
 }
 
 impl Trouble {
@@ -106,12 +108,13 @@ impl Trouble {
     /// not begun.
     pub fn of(logs: &[FlightLog]) -> Option<Self> {
         let waits = |rank: usize| {
-            logs.iter()
-                .any(|log| log.head.rank == rank && log.calls.iter().any(Call::is_unfinished))
+            logs.iter().any(|log| log.head.rank == rank && log.calls.iter().any(Call::is_stuck))
         };
         let recorded: BTreeSet<usize> = logs.iter().map(|log| log.head.rank).collect();
-        let all = lines(logs);
-        let found = all.iter().filter_map(|(line, calls)| Self::in_line(line, calls, &recorded));
+        let all = sequences(logs);
+        let found = all
+            .iter()
+            .filter_map(|(sequence, calls)| Self::in_sequence(sequence, calls, &recorded));
         let late = |trouble: &Self| {
             let mut missing = trouble.behind.iter().chain(&trouble.unknown);
             let ends_chain = trouble.differs || missing.any(|rank| !waits(*rank));
@@ -128,8 +131,12 @@ impl Trouble {
         self.calls.values().map(|call| call.begun).fold(f64::INFINITY, f64::min)
     }
 
-    fn in_line(line: &Line, calls: &CallsOfRanks<'_>, recorded: &BTreeSet<usize>) -> Option<Self> {
-        let members = line.members();
+    fn in_sequence(
+        sequence: &Sequence,
+        calls: &CallsOfRanks<'_>,
+        recorded: &BTreeSet<usize>,
+    ) -> Option<Self> {
+        let members = sequence.members();
         let known = || members.iter().filter(|rank| recorded.contains(rank));
         let last = |rank: &usize| calls.get(rank).map_or(0, |calls| calls.count);
         let at = |number: u64| -> BTreeMap<usize, &Call> {
@@ -144,9 +151,9 @@ impl Trouble {
         let most = known().map(last).max().unwrap_or(0);
         let number = differs.unwrap_or(if fewest < most { fewest + 1 } else { most });
         let begun = at(number);
-        let is_stuck = differs.is_some() || begun.values().any(|call| call.is_unfinished());
+        let is_stuck = differs.is_some() || begun.values().any(|call| call.is_stuck());
         is_stuck.then(|| Self {
-            group: line.group.clone(),
+            group: sequence.group.clone(),
             number,
             behind: known().filter(|rank| last(rank) < number).copied().collect(),
             unknown: members.iter().filter(|rank| !recorded.contains(rank)).copied().collect(),
@@ -178,9 +185,9 @@ pub fn lags(logs: &[FlightLog]) -> Vec<Lag> {
         .map(|log| log.head.rank)
         .map(|rank| (rank, Lag { rank, last: 0, secs: 0.0 }))
         .collect();
-    for (line, calls) in lines(logs) {
-        let members = line.members();
-        if line.message.is_some() || !members.iter().all(|rank| calls.contains_key(rank)) {
+    for (sequence, calls) in sequences(logs) {
+        let members = sequence.members();
+        if sequence.message.is_some() || !members.iter().all(|rank| calls.contains_key(rank)) {
             continue;
         }
         for number in calls[&members[0]].by_number.keys() {
@@ -231,6 +238,7 @@ mod tests {
                 label: None,
                 begun,
                 started: None,
+                waited: None,
                 ended,
                 failed: false,
             });
@@ -280,6 +288,21 @@ mod tests {
         ];
         let trouble = Trouble::of(&logs).unwrap();
         assert_eq!((&*trouble.group, trouble.behind), ("12", vec![2]));
+    }
+
+    /// Rank 2 is stuck in its own code, and has started a gather early.
+    #[test]
+    fn early_start_is_no_wait() {
+        let early = ("12", ALL, "all_gather_into", 1.5, None);
+        let mut stuck = log(2, &[early, done(1.0)]);
+        stuck.calls[0].started = Some(1.5);
+        let logs = [
+            log(0, &[("01", ALL, "all_reduce", 5.0, None)]),
+            log(1, &[early, ("12", ALL, "all_reduce", 6.0, None)]),
+            stuck,
+        ];
+        let trouble = Trouble::of(&logs).unwrap();
+        assert_eq!((&*trouble.group, trouble.number, trouble.behind), ("12", 2, vec![2]));
     }
 
     #[test]

@@ -129,7 +129,7 @@ fn describe(ranks: &Place<'_>, odd: &[usize], tensors: &[ShardTensor]) -> String
     let differing: Vec<&ShardTensor> = tensors
         .iter()
         .enumerate()
-        .filter(|(i, _)| ranks.iter().any(|(_, digests)| digests[*i] != ranks[0].1[*i]))
+        .filter(|(i, _)| ranks.iter().any(|(_, digests)| digests.get(*i) != ranks[0].1.get(*i)))
         .map(|(_, tensor)| tensor)
         .collect();
     let list = |ranks: Vec<usize>| match &ranks[..] {

@@ -171,7 +171,7 @@ struct SavedState {
     state: Vec<f64>,
 }
 
-/// Numbers in JSON, of which those that are not finite are texts.
+/// Numbers in JSON, with texts for NaN and infinities, which JSON lacks.
 mod any_numbers {
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
