@@ -41,11 +41,11 @@ impl Flight {
                 pair[0].head.rank
             )));
         }
-        let trouble = Trouble::of(&logs);
+        let troubles = Trouble::find(&logs);
         match self.json {
-            true => print(&format!("{}\n", as_json(&logs, trouble.as_ref())))?,
+            true => print(&format!("{}\n", as_json(&logs, &troubles)))?,
             false => {
-                let mut text = describe(&logs, trouble.as_ref());
+                let mut text = describe(&logs, &troubles);
                 logs.iter().for_each(|log| text += &last_calls(log, self.calls.unwrap_or(0)));
                 print(&text)?;
             }
@@ -111,11 +111,15 @@ fn name_of(call: &Call, group: &str) -> String {
     text
 }
 
-fn describe(logs: &[FlightLog], trouble: Option<&Trouble>) -> String {
-    let mut text = match trouble {
-        None => "no rank is behind: all ranks have ended the calls that they began together\n"
+fn describe(logs: &[FlightLog], troubles: &[Trouble]) -> String {
+    let mut text = match troubles {
+        [] => "no rank is behind: all ranks have ended the calls that they began together\n"
             .to_owned(),
-        Some(trouble) => verdict(logs, trouble),
+        [trouble] => verdict(logs, trouble),
+        circle => {
+            let lines = circle.iter().map(in_circle);
+            format!("ranks wait for each other:\n{}", lines.collect::<String>())
+        }
     };
     let world = logs.iter().map(|log| log.head.world_size).max().unwrap_or(0);
     let missing: Vec<usize> =
@@ -146,6 +150,15 @@ fn state(log: &FlightLog, call: &Call) -> String {
         Some(at) => format!("ended {}", ago(at)),
         None => format!("begun {}", ago(call.begun)),
     }
+}
+
+/// A call of ranks that wait for each other.
+fn in_circle(trouble: &Trouble) -> String {
+    let Trouble { group, calls, behind, .. } = trouble;
+    let begun: Vec<usize> = calls.keys().copied().collect();
+    let what = calls.values().next().map(|call| name_of(call, group)).unwrap_or_default();
+    let has = if behind.len() == 1 { "has" } else { "have" };
+    format!("  {} in {what}, which {} {has} not begun\n", named(&begun), named(behind))
 }
 
 fn verdict(logs: &[FlightLog], trouble: &Trouble) -> String {
@@ -202,8 +215,8 @@ fn last_calls(log: &FlightLog, count: usize) -> String {
     text
 }
 
-fn as_json(logs: &[FlightLog], trouble: Option<&Trouble>) -> serde_json::Value {
-    let trouble = trouble.map(|trouble| {
+fn as_json(logs: &[FlightLog], troubles: &[Trouble]) -> serde_json::Value {
+    let as_json = |trouble: &Trouble| {
         let calls: BTreeMap<String, &Call> =
             trouble.calls.iter().map(|(rank, call)| (rank.to_string(), call)).collect();
         json!({
@@ -215,7 +228,8 @@ fn as_json(logs: &[FlightLog], trouble: Option<&Trouble>) -> serde_json::Value {
             "unknown": trouble.unknown,
             "differs": trouble.differs,
         })
-    });
+    };
+    let troubles: Vec<_> = troubles.iter().map(as_json).collect();
     let ranks: Vec<_> = logs
         .iter()
         .zip(lags(logs))
@@ -229,5 +243,5 @@ fn as_json(logs: &[FlightLog], trouble: Option<&Trouble>) -> serde_json::Value {
             })
         })
         .collect();
-    json!({ "trouble": trouble, "ranks": ranks })
+    json!({ "troubles": troubles, "ranks": ranks })
 }

@@ -55,12 +55,35 @@ fn rank_behind_is_named() {
     assert_eq!(text(&output.stdout).matches("\nrank ").count(), 4);
     let output = flight(&["version_0", "--json"], temp.path());
     let found: Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!(found["trouble"]["behind"], json!([1]));
+    assert_eq!(found["troubles"].as_array().unwrap().len(), 1);
+    assert_eq!(found["troubles"][0]["behind"], json!([1]));
     assert_eq!(found["ranks"].as_array().unwrap().len(), 3);
     fs::remove_file(dir.join("rank-00001.jsonl")).unwrap();
     let found = text(&flight(&["version_0"], temp.path()).stdout);
     insta::assert_snapshot!(found.lines().next().unwrap(), @"ranks 0 and 2 wait for 3.0 s in all_reduce 3 of `world`, 4096 bytes, unit `layers.3`; whether rank 1 began it is not known");
     assert!(found.contains("there is no record of rank 1"), "{found}");
+}
+
+/// Each rank waits in a group of which the other has begun no call.
+#[test]
+fn ranks_that_wait_for_each_other_are_named() {
+    let temp = tempfile::tempdir().unwrap();
+    for (rank, name) in [(0, "world"), (1, "replicas")] {
+        let lines = [
+            json!({"kind": "rank", "rank": rank, "world_size": 2, "host": "a-host", "written": 10.0, "calls": 1}),
+            json!({"kind": "group", "id": 0, "name": name, "ranks": [0, 1]}),
+            json!({"kind": "channel", "group": 0, "channel": "all", "calls": 1}),
+            json!({"kind": "call", "group": 0, "number": 1, "op": "barrier", "bytes": 0, "begun": 7.0}),
+        ];
+        let path = temp.path().join(format!("rank-{rank:05}.jsonl"));
+        fs::write(path, lines.map(|line| format!("{line}\n")).concat()).unwrap();
+    }
+    let found = text(&flight(&["."], temp.path()).stdout);
+    insta::assert_snapshot!(found.lines().take(3).collect::<Vec<_>>().join("\n"), @r"
+    ranks wait for each other:
+      rank 1 in barrier 1 of `replicas`, which rank 0 has not begun
+      rank 0 in barrier 1 of `world`, which rank 1 has not begun
+    ");
 }
 
 #[test]

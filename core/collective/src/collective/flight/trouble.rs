@@ -101,29 +101,37 @@ fn sequences(logs: &[FlightLog]) -> BTreeMap<Sequence, CallsOfRanks<'_>> {
 }
 
 impl Trouble {
-    /// Finds the first call at which ranks got stuck. `None` if all ranks have ended what they have
+    /// Finds the call at which ranks got stuck. Returns none if all ranks have ended what they have
     /// begun together.
     ///
     /// If ranks wait for each other in a chain, it is the call that the rank at the chain's end has
-    /// not begun.
-    pub fn of(logs: &[FlightLog]) -> Option<Self> {
-        let waits = |rank: usize| {
-            logs.iter().any(|log| log.head.rank == rank && log.calls.iter().any(Call::is_stuck))
-        };
+    /// not begun. If the chain is a circle, it is the calls of the circle: each waits for a rank of
+    /// the next one.
+    pub fn find(logs: &[FlightLog]) -> Vec<Self> {
         let recorded: BTreeSet<usize> = logs.iter().map(|log| log.head.rank).collect();
         let all = sequences(logs);
-        let found = all
+        let in_sequence = all
             .iter()
             .filter_map(|(sequence, calls)| Self::in_sequence(sequence, calls, &recorded));
-        let late = |trouble: &Self| {
-            let mut missing = trouble.behind.iter().chain(&trouble.unknown);
-            let ends_chain = trouble.differs || missing.any(|rank| !waits(*rank));
-            (!ends_chain, trouble.since())
+        let mut found: Vec<Self> = in_sequence.collect();
+        found.sort_by(|a, b| a.since().total_cmp(&b.since()));
+        let waiting: BTreeSet<usize> = logs
+            .iter()
+            .filter(|log| log.calls.iter().any(Call::is_stuck))
+            .map(|log| log.head.rank)
+            .collect();
+        let ends_chain = |trouble: &Self| {
+            trouble.differs || trouble.missing().any(|rank| !waiting.contains(&rank))
         };
-        found.min_by(|a, b| {
-            let ((a_chain, a_since), (b_chain, b_since)) = (late(a), late(b));
-            a_chain.cmp(&b_chain).then(a_since.total_cmp(&b_since))
-        })
+        match found.iter().position(ends_chain) {
+            Some(end) => vec![found.swap_remove(end)],
+            None => circle(found),
+        }
+    }
+
+    /// The ranks that have not begun the call, or whose record is missing.
+    fn missing(&self) -> impl Iterator<Item = usize> {
+        self.behind.iter().chain(&self.unknown).copied()
     }
 
     /// When the first rank began the call, in seconds since 1970.
@@ -162,6 +170,28 @@ impl Trouble {
             members: members.clone(),
         })
     }
+}
+
+/// Follows the waits from the first call on, and returns the calls that come again. A call for which
+/// no rank is missing is returned alone.
+fn circle(found: Vec<Trouble>) -> Vec<Trouble> {
+    let next = |trouble: &Trouble| {
+        let waits = |other: &Trouble| {
+            trouble.missing().any(|rank| other.calls.get(&rank).is_some_and(Call::is_stuck))
+        };
+        found.iter().position(waits)
+    };
+    let mut path = Vec::new();
+    let mut at = (!found.is_empty()).then_some(0);
+    while let Some(index) = at {
+        if let Some(start) = path.iter().position(|&seen| seen == index) {
+            path.drain(..start);
+            break;
+        }
+        path.push(index);
+        at = next(&found[index]);
+    }
+    path.into_iter().map(|index| found[index].clone()).collect()
 }
 
 /// Whether ranks have made different calls under one number.
@@ -259,23 +289,28 @@ mod tests {
         ("world", ALL, "barrier", at, Some(at + 0.5))
     }
 
+    fn one(logs: &[FlightLog]) -> Trouble {
+        let [trouble] = &Trouble::find(logs)[..] else { panic!("one call") };
+        trouble.clone()
+    }
+
     #[test]
     fn nothing_is_found_in_a_complete_record() {
         let logs: Vec<_> = (0..3).map(|rank| log(rank, &[done(1.0), done(2.0)])).collect();
-        assert_eq!(Trouble::of(&logs), None);
+        assert_eq!(Trouble::find(&logs), []);
         // The sender of a broadcast may be a call ahead.
         let ahead = log(0, &[done(1.0), done(2.0), ("world", ALL, "broadcast", 3.0, Some(3.1))]);
-        assert_eq!(Trouble::of(&[ahead, logs[1].clone(), logs[2].clone()]), None);
+        assert_eq!(Trouble::find(&[ahead, logs[1].clone(), logs[2].clone()]), []);
     }
 
     #[test]
     fn rank_that_has_not_begun_is_behind() {
         let waits = |rank| log(rank, &[done(1.0), ("world", ALL, "all_reduce", 2.0, None)]);
-        let trouble = Trouble::of(&[waits(0), log(1, &[done(1.0)]), waits(2)]).unwrap();
+        let trouble = one(&[waits(0), log(1, &[done(1.0)]), waits(2)]);
         assert_eq!((trouble.behind, trouble.number, trouble.differs), (vec![1], 2, false));
         assert_eq!(trouble.calls.keys().copied().collect::<Vec<_>>(), [0, 2]);
         // Without its record only the others' wait is known.
-        let trouble = Trouble::of(&[waits(0), waits(2)]).unwrap();
+        let trouble = one(&[waits(0), waits(2)]);
         assert_eq!((trouble.behind, trouble.unknown), (vec![], vec![1]));
     }
 
@@ -286,8 +321,22 @@ mod tests {
             log(1, &[("12", ALL, "all_reduce", 6.0, None)]),
             log(2, &[done(1.0)]),
         ];
-        let trouble = Trouble::of(&logs).unwrap();
+        let trouble = one(&logs);
         assert_eq!((&*trouble.group, trouble.behind), ("12", vec![2]));
+    }
+
+    /// Rank 0 waits for rank 1, and ranks 1 and 2 for each other.
+    #[test]
+    fn circle_of_waits_is_found() {
+        let logs = [
+            log(0, &[("01", ALL, "all_reduce", 1.0, None)]),
+            log(1, &[("12", ALL, "all_reduce", 2.0, None)]),
+            log(2, &[("world", Channel::From(1), "recv", 3.0, None)]),
+        ];
+        let found = Trouble::find(&logs);
+        let names: Vec<_> = found.iter().map(|trouble| &*trouble.group).collect();
+        assert_eq!(names, ["12", "world"]);
+        assert_eq!((&found[0].behind[..], &found[1].behind[..]), (&[2][..], &[1][..]));
     }
 
     /// Rank 2 is stuck in its own code, and has started a gather early.
@@ -301,7 +350,7 @@ mod tests {
             log(1, &[early, ("12", ALL, "all_reduce", 6.0, None)]),
             stuck,
         ];
-        let trouble = Trouble::of(&logs).unwrap();
+        let trouble = one(&logs);
         assert_eq!((&*trouble.group, trouble.number, trouble.behind), ("12", 2, vec![2]));
     }
 
@@ -313,7 +362,7 @@ mod tests {
             log(1, &calls("broadcast")),
             log(2, &calls("all_reduce")),
         ];
-        let trouble = Trouble::of(&logs).unwrap();
+        let trouble = one(&logs);
         assert!(trouble.differs && trouble.number == 2 && trouble.calls[&1].op == "broadcast");
     }
 
@@ -326,7 +375,7 @@ mod tests {
             log(1, &[received(1.0, Some(1.2)), received(2.0, None)]),
             log(2, &[]),
         ];
-        let trouble = Trouble::of(&logs).unwrap();
+        let trouble = one(&logs);
         assert_eq!((trouble.members, trouble.behind, trouble.number), (vec![0, 1], vec![0], 2));
     }
 
@@ -340,7 +389,7 @@ mod tests {
             late,
             log(2, &[done(1.0), ("12", ALL, "all_reduce", 2.0, Some(2.1))]),
         ];
-        assert_eq!(Trouble::of(&logs), None);
+        assert_eq!(Trouble::find(&logs), []);
     }
 
     #[test]
