@@ -5,7 +5,9 @@ use std::time::Instant;
 
 use clap::{Args, ValueEnum};
 use fulgurite_core::nn::bf16_products;
-use fulgurite_core::nn::gemm::{Mat, Threads, gemm, gemm_bf16, instructions};
+use fulgurite_core::nn::gemm::{
+    Mat, Threads, gemm, gemm_bf16, instructions, product, product_bf16,
+};
 use half::bf16;
 use serde::Serialize;
 use serde_json::json;
@@ -120,11 +122,22 @@ pub(crate) fn run(options: &GemmBench) -> Result<()> {
     }
     for size in sizes {
         let reports = pool.install(|| match options.dtype {
-            Dtype::F32 => measure(options, size, "f32", instructions(), 0.01f32, gemm),
-            Dtype::Bf16 => {
-                let value = bf16::from_f32(0.01);
-                measure(options, size, "bf16", bf16_products(), value, gemm_bf16)
-            }
+            Dtype::F32 => measure(
+                options,
+                size,
+                ("f32", instructions()),
+                0.01f32,
+                |a, b| drop(product(a, b, Threads::All)),
+                |out, a, b| gemm(out, a, b, false, Threads::All),
+            ),
+            Dtype::Bf16 => measure(
+                options,
+                size,
+                ("bf16", bf16_products()),
+                bf16::from_f32(0.01),
+                |a, b| drop(product_bf16(a, b, Threads::All)),
+                |out, a, b| gemm_bf16(out, a, b, false, Threads::All),
+            ),
         })?;
         if options.json {
             for report in &reports {
@@ -140,14 +153,15 @@ pub(crate) fn run(options: &GemmBench) -> Result<()> {
     Ok(())
 }
 
-/// Runs a linear layer's three products alternately by `multiply`.
+/// Runs a linear layer's three products alternately, as the layer computes them: the results of
+/// `product` are new matrices, and gradients of weights are f32.
 fn measure<T: Copy>(
     options: &GemmBench,
     size: Size,
-    dtype: &'static str,
-    instructions: &'static str,
+    (dtype, instructions): (&'static str, &'static str),
     value: T,
-    multiply: impl Fn(&mut [f32], Mat<T>, Mat<T>, bool, Threads),
+    product: impl Fn(Mat<T>, Mat<T>),
+    weight_grad: impl Fn(&mut [f32], Mat<T>, Mat<T>),
 ) -> Result<[Report; 3]> {
     let Size { tokens, inputs, outputs } = size;
     let elements = |a: usize, b: usize| {
@@ -157,7 +171,7 @@ fn measure<T: Copy>(
     let memory = |a, b| Ok::<_, Error>(vec![value; elements(a, b)?]);
     let (x, y, weight) =
         (memory(tokens, inputs)?, memory(tokens, outputs)?, memory(outputs, inputs)?);
-    let mut out = vec![0f32; elements(tokens.max(outputs), inputs.max(outputs))?];
+    let mut gradient = vec![0f32; elements(outputs, inputs)?];
     let x = Mat::new(&x, tokens, inputs);
     let y = Mat::new(&y, tokens, outputs);
     let weight = Mat::new(&weight, outputs, inputs);
@@ -165,11 +179,15 @@ fn measure<T: Copy>(
         [("forward", x, weight.t()), ("input_grad", y, weight), ("weight_grad", y.t(), x)];
     let mut times = [const { Vec::new() }; 3];
     for _ in 0..options.repeat {
-        for ((_, a, b), times) in products.iter().zip(&mut times) {
-            multiply(&mut out, *a, *b, false, Threads::All);
+        for ((name, a, b), times) in products.iter().zip(&mut times) {
+            let mut multiply = || match *name {
+                "weight_grad" => weight_grad(&mut gradient, *a, *b),
+                _ => product(*a, *b),
+            };
+            multiply();
             let (start, mut count) = (Instant::now(), 0u32);
             while count == 0 || start.elapsed().as_secs_f64() < MEASURED_SECS {
-                multiply(&mut out, *a, *b, false, Threads::All);
+                multiply();
                 count += 1;
             }
             times.push(start.elapsed().as_secs_f64() / f64::from(count));

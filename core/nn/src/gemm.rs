@@ -99,6 +99,19 @@ pub fn gemm_bf16(out: &mut [f32], a: Mat<bf16>, b: Mat<bf16>, add: bool, threads
     gemm(out, a.with_data(&a_values), b.with_data(&b_values), add, threads);
 }
 
+/// Returns `a b` of bf16 matrices, row-major, as [`gemm_bf16`] computes it and rounded once.
+///
+/// # Panics
+/// As [`gemm()`].
+pub fn product_bf16(a: Mat<bf16>, b: Mat<bf16>, threads: Threads) -> Vec<bf16> {
+    if let Some(products) = Bf16Gemm::available() {
+        return products.product(a, b, None, threads);
+    }
+    let mut out = vec![0.0; checked_size(a, b)];
+    gemm_bf16(&mut out, a, b, false, threads);
+    out.into_iter().map(bf16::from_f32).collect()
+}
+
 /// Returns `a b`, row-major, in new memory that is not zeroed first.
 ///
 /// # Panics

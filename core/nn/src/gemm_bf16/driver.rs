@@ -18,10 +18,6 @@ const STRIPS: usize = 8;
 /// the first-level cache, and the strips of columns (256 KiB) stay in the second.
 const PANEL: usize = 16;
 
-/// Multiplications that justify another thread. Not measured: four times as many as in f32, because
-/// the instructions do at least four times the work.
-const WORTH_A_THREAD: usize = 1 << 20;
-
 /// The cost of reading one strip, in products of two strips. Per strip of depth, both take the same
 /// number of steps.
 const READ_COST: usize = 1;
@@ -45,7 +41,9 @@ pub(super) unsafe fn multiply<K: Kernel>(
     let multiplications = m.saturating_mul(n).saturating_mul(k);
     let threads = match threads {
         Threads::One => 1,
-        Threads::All => rayon::current_num_threads().min(multiplications / WORTH_A_THREAD).max(1),
+        Threads::All => {
+            rayon::current_num_threads().min(multiplications / K::WORTH_A_THREAD).max(1)
+        }
     };
     let right = Operand::right(b);
     let (left, b) = match Rows::of::<K>(a) {
@@ -92,7 +90,10 @@ impl<'a> Rows<'a> {
     /// Returns the rows of `a`, if the kernel can read them in place.
     fn of<K: Kernel>(a: Mat<'a, bf16>) -> Option<Self> {
         let whole = a.rows.is_multiple_of(STRIP) && a.cols.is_multiple_of(DEPTH);
-        let has = K::READS_ROWS && whole && a.col_stride == 1 && a.row_stride.is_multiple_of(2);
+        let has = K::reads_rows(a.row_stride * size_of::<bf16>())
+            && whole
+            && a.col_stride == 1
+            && a.row_stride.is_multiple_of(2);
         // The last row must end within the slice.
         has.then_some(Self(a)).filter(|_| (a.rows - 1) * a.row_stride + a.cols <= a.data.len())
     }
@@ -168,34 +169,31 @@ unsafe fn multiply_part<K: Kernel>(
     cols: Range<usize>,
 ) {
     let session = kernel.session();
-    let mut sums = vec![Sums::ZERO; rows.len().min(STRIPS) * cols.len().min(STRIPS)];
-    let elements = |strips: &Range<usize>, size_of_last: usize| {
-        strips.start * STRIP..(strips.end - 1) * STRIP + size_of_last
-    };
+    let panels = a.blocks().div_ceil(PANEL).max(1);
+    // Sums of one panel are stored before the next strip's.
+    let kept = if panels == 1 { 1 } else { rows.len().min(STRIPS) * cols.len().min(STRIPS) };
+    let mut sums = vec![Sums::ZERO; kept];
     for cols in pieces(&cols) {
         for rows in pieces(&rows) {
-            let sums = &mut sums[..rows.len() * cols.len()];
-            sums.fill(Sums::ZERO);
-            for block in (0..a.blocks()).step_by(PANEL) {
+            for panel in 0..panels {
+                let block = panel * PANEL;
                 let depth = PANEL.min(a.blocks() - block);
-                let mut sums = sums.iter_mut();
-                for row in rows.clone() {
+                for (i, row) in rows.clone().enumerate() {
                     let left = a.strip(row, block);
-                    for (col, sums) in cols.clone().zip(&mut sums) {
-                        let right = &b.strip(col, block)[..depth * BLOCK];
+                    for (j, col) in cols.clone().enumerate() {
+                        let sums = &mut sums[(i * cols.len() + j) % kept];
+                        let right = b.strip(col, block)[..depth * BLOCK].as_ptr();
                         let size = [a.size(row), b.size(col)];
-                        // SAFETY: `depth` blocks of a strip of each operand.
+                        // SAFETY: `depth` blocks of a strip of each operand. The caller's promise
+                        // for the elements, and each is in one pair of strips.
                         unsafe {
-                            K::multiply(&session, sums, left, right.as_ptr(), depth, size);
+                            K::multiply(&session, sums, left, right, depth, size, panel == 0);
+                            if panel + 1 == panels {
+                                target.store(sums, [row * STRIP, col * STRIP], size);
+                            }
                         }
                     }
                 }
-            }
-            // SAFETY: the caller's promise; each element is in one piece.
-            unsafe {
-                let rows = elements(&rows, a.size(rows.end - 1));
-                let cols = elements(&cols, b.size(cols.end - 1));
-                target.store(sums, rows, cols);
             }
         }
     }

@@ -57,8 +57,9 @@ use crate::gemm::{Mat, Threads};
 ///
 /// With `"f32"` operands are converted to f32, and results back. The bits of products differ
 /// between the three. AMX is used on Linux only, which must allow it to the process. The
-/// environment variable `FULGURITE_BF16_PRODUCTS` limits the choice: `avx512-bf16` by default, or
-/// `amx` or `f32`. With `f32`, CPUs of different kinds give the same bits.
+/// environment variable `FULGURITE_BF16_PRODUCTS` limits the choice to `amx`, `avx512-bf16` or
+/// `f32`. With `f32`, CPUs of different kinds give the same bits. Without it CPUs by Intel use
+/// AVX512-BF16 never: there it is slower than `f32`.
 ///
 /// ```
 /// use fulgurite_core::nn::bf16_products;
@@ -88,19 +89,30 @@ enum Instructions {
 const VARIABLE: &str = "FULGURITE_BF16_PRODUCTS";
 
 /// Returns whether AMX and AVX512-BF16 may be used, for this value of [`VARIABLE`].
-fn allowed(most: Option<&str>) -> [bool; 2] {
+///
+/// By default a CPU `of_intel` does not use AVX512-BF16: its `vdpbf16ps` is slower than products in
+/// f32 (114 against 160 Gflop/s on a Xeon).
+fn allowed(most: Option<&str>, of_intel: bool) -> [bool; 2] {
     match most {
-        Some("amx") => [true, true],
-        // AMX has not run on a real CPU yet, and failed once in a CPU emulator.
-        None | Some("avx512-bf16") => [false, true],
+        Some("amx" | "avx512-bf16") => [most == Some("amx"), true],
         Some("f32") => [false, false],
+        None => [true, !of_intel],
         Some(other) => {
             tracing::warn!(
                 "the variable {VARIABLE} is `{other}`, which has no effect; it must be amx, avx512-bf16 or f32"
             );
-            [false, true]
+            [true, !of_intel]
         }
     }
+}
+
+/// Whether the CPU is by Intel.
+#[cfg(target_arch = "x86_64")]
+fn of_intel() -> bool {
+    #[allow(unused_unsafe)] // safe in later versions of Rust
+    // SAFETY: every 64-bit CPU has `cpuid` and this leaf.
+    let vendor = unsafe { std::arch::x86_64::__cpuid(0) };
+    [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).concat() == b"GenuineIntel"
 }
 
 /// Marks an execution context in which [`use_model`] is active.
@@ -124,7 +136,7 @@ impl Bf16Gemm {
         static FOUND: OnceLock<Option<Instructions>> = OnceLock::new();
         #[cfg(target_arch = "x86_64")]
         let find = || {
-            let [amx, avx512] = allowed(std::env::var(VARIABLE).ok().as_deref());
+            let [amx, avx512] = allowed(std::env::var(VARIABLE).ok().as_deref(), of_intel());
             let avx512 = || avx512.then(avx512::Avx512::detect)?.map(Instructions::Avx512);
             amx.then(amx::Amx::detect).flatten().map(Instructions::Amx).or_else(avx512)
         };
@@ -269,17 +281,21 @@ trait Kernel: Copy + Sync {
     /// Prepares this thread for [`multiply`](Self::multiply).
     fn session(self) -> Self::Session;
 
-    /// Whether the left operand may be read in place, unpacked.
-    const READS_ROWS: bool;
+    /// Multiplications that justify another thread.
+    const WORTH_A_THREAD: usize;
+
+    /// Whether the left operand may be read in place, unpacked, if its rows are this far apart.
+    fn reads_rows(row_bytes: usize) -> bool;
 
     /// Adds to `sums` the product of `depth` blocks of a strip of rows and a strip of columns, at
-    /// `b`. Only the first `rows` and `cols` are needed, each from 1 to [`pack::STRIP`]. The kernel
-    /// may compute or skip the others.
+    /// `b`. With `starts` they are the first blocks, and sums start at 0 whatever they held. Only
+    /// the first `rows` and `cols` are needed, each from 1 to [`pack::STRIP`]. The kernel may
+    /// compute or skip the others.
     ///
     /// # Safety
     /// `a` must have `depth` blocks of a strip, packed unless the kernel
-    /// [reads rows](Self::READS_ROWS). `b` must point to `depth` packed blocks. Nothing else may
-    /// use `sums`.
+    /// [reads its rows](Self::reads_rows). `b` must point to `depth` packed blocks. Nothing else
+    /// may use `sums`.
     unsafe fn multiply(
         session: &Self::Session,
         sums: &mut Sums,
@@ -287,6 +303,7 @@ trait Kernel: Copy + Sync {
         b: *const pack::Line,
         depth: usize,
         size: [usize; 2],
+        starts: bool,
     );
 
     /// Transposes a tile of pairs.
@@ -307,13 +324,6 @@ impl Strip {
     fn packed(lines: &[pack::Line]) -> Self {
         let start = lines.as_ptr().cast();
         Self { start, row_stride: pack::TILE, block_stride: pack::BLOCK * pack::TILE }
-    }
-
-    /// Returns the packed lines.
-    #[cfg(target_arch = "x86_64")]
-    fn lines(self) -> *const pack::Line {
-        debug_assert_eq!(self.row_stride, pack::TILE, "the strip is packed");
-        self.start.cast()
     }
 }
 

@@ -98,7 +98,11 @@ pub(super) struct Model<I>(PhantomData<fn() -> I>);
 impl<I: Instruction> Kernel for Model<I> {
     type Session = ();
 
-    const READS_ROWS: bool = true;
+    const WORTH_A_THREAD: usize = 1 << 20;
+
+    fn reads_rows(_: usize) -> bool {
+        true
+    }
 
     fn session(self) {}
 
@@ -109,6 +113,7 @@ impl<I: Instruction> Kernel for Model<I> {
         b: *const Line,
         depth: usize,
         [rows, cols]: [usize; 2],
+        starts: bool,
     ) {
         // SAFETY: the caller's promise.
         let b = unsafe { std::slice::from_raw_parts(b, depth * BLOCK) };
@@ -116,6 +121,9 @@ impl<I: Instruction> Kernel for Model<I> {
         let all = (0..STRIP * STRIP).map(|i| (i / STRIP, i % STRIP));
         for (row, col) in all.filter(|&(row, col)| row < rows && col < cols) {
             let sum = &mut sums.0[row / TILE * 2 + col / TILE][row % TILE * TILE + col % TILE];
+            if starts {
+                *sum = 0.0;
+            }
             for (block, b) in b.chunks(BLOCK).enumerate() {
                 let (mut left, mut right) = ([bf16::ZERO; DEPTH], [bf16::ZERO; DEPTH]);
                 for pair in 0..TILE {

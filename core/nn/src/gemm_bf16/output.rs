@@ -1,7 +1,6 @@
 //! Stores the sums of a product, in f32 or bf16, written or added.
 
-use std::ops::Range;
-
+use bytemuck::Zeroable;
 use half::bf16;
 
 use super::Sums;
@@ -33,87 +32,106 @@ impl<'a> Target<'a> {
         Self { kind, cols }
     }
 
-    /// Stores the elements of the rows and columns. `sums` covers the strips from the first to the
-    /// last element, one strip of rows after the other.
+    /// Stores the sums of a strip of rows and a strip of columns, `size` of them, from this row and
+    /// column on.
     ///
     /// # Safety
     /// The target must have these elements, initialised if they are added to, and nothing else may
-    /// use them. `rows` and `cols` must start at a strip.
-    pub(super) unsafe fn store(&self, sums: &[Sums], rows: Range<usize>, cols: Range<usize>) {
+    /// use them.
+    pub(super) unsafe fn store(&self, sums: &Sums, start: [usize; 2], size: [usize; 2]) {
         let width = self.cols;
         match self.kind {
-            TargetKind::F32 { out, add: false } => store(Write(out), width, sums, rows, cols),
-            TargetKind::F32 { out, add: true } => store(Add(out), width, sums, rows, cols),
-            TargetKind::Bf16 { out, bias: None } => store(Round(out), width, sums, rows, cols),
-            TargetKind::Bf16 { out, bias: Some(bias) } => {
-                store(RoundWithBias(out, bias), width, sums, rows, cols);
+            TargetKind::F32 { out, add: false } => {
+                store(Wide::<false>(out), width, sums, start, size);
             }
-            TargetKind::AddBf16 { out } => store(AddRounded(out), width, sums, rows, cols),
+            TargetKind::F32 { out, add: true } => {
+                store(Wide::<true>(out), width, sums, start, size);
+            }
+            TargetKind::Bf16 { out, bias } => {
+                store(Rounded(out, bias), width, sums, start, size);
+            }
+            TargetKind::AddBf16 { out } => store(AddRounded(out), width, sums, start, size),
         }
     }
 }
 
-/// The way in which a sum is stored.
+/// The way in which sums become elements.
 trait Output: Copy {
-    /// Stores consecutive elements of a row. The first is `at` elements from the target's start, in
-    /// column `col`.
-    ///
-    /// # Safety
-    /// As [`Target::store`], for these elements.
-    unsafe fn store(self, at: usize, col: usize, values: &[f32]);
+    type Element: Zeroable + Copy;
+    /// Whether elements depend on what they were.
+    const ADDS: bool;
+
+    /// The target's first element.
+    fn start(self) -> *mut Self::Element;
+
+    /// The elements for sums of a row, from column `col` on. `before` has what they were, if
+    /// [`ADDS`](Self::ADDS).
+    fn elements(
+        self,
+        sums: &Segment<f32>,
+        before: &Segment<Self::Element>,
+        col: usize,
+    ) -> Segment<Self::Element>;
 }
 
-/// `out = sum`.
-#[derive(Clone, Copy)]
-struct Write(*mut f32);
+/// Consecutive values of a row. Arrays, because loops over slices with raw pointers were not
+/// vectorised.
+type Segment<T> = [T; TILE];
 
-impl Output for Write {
-    #[inline(always)]
-    unsafe fn store(self, at: usize, _: usize, values: &[f32]) {
-        // SAFETY: the caller's promise.
-        unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), self.0.add(at), values.len()) }
+/// [`std::array::from_fn`], which is not always inlined.
+#[inline(always)]
+fn each<T: Zeroable + Copy>(element: impl Fn(usize) -> T) -> Segment<T> {
+    let mut all = [T::zeroed(); TILE];
+    for (i, to) in all.iter_mut().enumerate() {
+        *to = element(i);
     }
+    all
 }
 
-/// `out += sum`.
+/// `out = sum`, or `out += sum` if `ADDS`.
 #[derive(Clone, Copy)]
-struct Add(*mut f32);
+struct Wide<const ADDS: bool>(*mut f32);
 
-impl Output for Add {
+impl<const ADDS: bool> Output for Wide<ADDS> {
+    type Element = f32;
+    const ADDS: bool = ADDS;
+
     #[inline(always)]
-    unsafe fn store(self, at: usize, _: usize, values: &[f32]) {
-        // SAFETY: the caller's promise.
-        let out = unsafe { std::slice::from_raw_parts_mut(self.0.add(at), values.len()) };
-        out.iter_mut().zip(values).for_each(|(out, value)| *out += value);
+    fn start(self) -> *mut f32 {
+        self.0
     }
-}
 
-/// `out = sum`, rounded.
-#[derive(Clone, Copy)]
-struct Round(*mut bf16);
-
-impl Output for Round {
     #[inline(always)]
-    unsafe fn store(self, at: usize, _: usize, values: &[f32]) {
-        for (i, &value) in values.iter().enumerate() {
-            // SAFETY: the caller's promise.
-            unsafe { self.0.add(at + i).write(bf16::narrow(value)) }
-        }
+    fn elements(self, sums: &Segment<f32>, before: &Segment<f32>, _: usize) -> Segment<f32> {
+        if ADDS { each(|i| before[i] + sums[i]) } else { *sums }
     }
 }
 
 /// `out = sum + bias`, rounded once.
 #[derive(Clone, Copy)]
-struct RoundWithBias<'a>(*mut bf16, &'a [bf16]);
+struct Rounded<'a>(*mut bf16, Option<&'a [bf16]>);
 
-impl Output for RoundWithBias<'_> {
+impl Output for Rounded<'_> {
+    type Element = bf16;
+    const ADDS: bool = false;
+
     #[inline(always)]
-    unsafe fn store(self, at: usize, col: usize, values: &[f32]) {
-        let bias = &self.1[col..][..values.len()];
-        for (i, (&value, bias)) in values.iter().zip(bias).enumerate() {
-            // SAFETY: the caller's promise.
-            unsafe { self.0.add(at + i).write(bf16::narrow(value + bias.widen())) }
-        }
+    fn start(self) -> *mut bf16 {
+        self.0
+    }
+
+    #[inline(always)]
+    fn elements(self, sums: &Segment<f32>, _: &Segment<bf16>, col: usize) -> Segment<bf16> {
+        let Some(bias) = self.1 else {
+            return each(|i| bf16::narrow(sums[i]));
+        };
+        let bias = &bias[col..];
+        let mut padded = [bf16::ZERO; TILE];
+        let bias = bias.first_chunk().unwrap_or_else(|| {
+            padded[..bias.len()].copy_from_slice(bias);
+            &padded
+        });
+        each(|i| bf16::narrow(sums[i] + bias[i].widen()))
     }
 }
 
@@ -122,13 +140,46 @@ impl Output for RoundWithBias<'_> {
 struct AddRounded(*mut bf16);
 
 impl Output for AddRounded {
+    type Element = bf16;
+    const ADDS: bool = true;
+
     #[inline(always)]
-    unsafe fn store(self, at: usize, _: usize, values: &[f32]) {
-        // SAFETY: the caller's promise.
-        let out = unsafe { std::slice::from_raw_parts_mut(self.0.add(at), values.len()) };
-        for (out, &value) in out.iter_mut().zip(values) {
-            *out = bf16::narrow(out.widen() + value);
+    fn start(self) -> *mut bf16 {
+        self.0
+    }
+
+    #[inline(always)]
+    fn elements(self, sums: &Segment<f32>, before: &Segment<bf16>, _: usize) -> Segment<bf16> {
+        each(|i| bf16::narrow(before[i].widen() + sums[i]))
+    }
+}
+
+/// Stores the first `len` sums of a segment. Its first element is `at` elements from the target's
+/// start, in column `col`.
+///
+/// # Safety
+/// As [`Target::store`], for these elements.
+#[inline(always)]
+unsafe fn store_segment<O: Output>(
+    output: O,
+    [at, col]: [usize; 2],
+    sums: &Segment<f32>,
+    len: usize,
+) {
+    // SAFETY: the caller's promise. What elements were is read only if they are initialised.
+    unsafe {
+        let out = output.start().add(at);
+        if len == TILE {
+            let out = out.cast::<Segment<O::Element>>();
+            let before = if O::ADDS { out.read() } else { Zeroable::zeroed() };
+            return out.write(output.elements(sums, &before, col));
         }
+        let mut before = [O::Element::zeroed(); TILE];
+        if O::ADDS {
+            out.copy_to_nonoverlapping(before.as_mut_ptr(), len);
+        }
+        let elements = output.elements(sums, &before, col);
+        out.copy_from_nonoverlapping(elements.as_ptr(), len);
     }
 }
 
@@ -137,32 +188,26 @@ vectorized! {
     fn store[O: Output](
         output: O,
         width: usize,
-        sums: &[Sums],
-        rows: Range<usize>,
-        cols: Range<usize>,
+        sums: &Sums,
+        start: [usize; 2],
+        size: [usize; 2],
     ) {
-        let mut sums = sums.iter();
-        for first_row in rows.clone().step_by(STRIP) {
-            for first_col in cols.clone().step_by(STRIP) {
-                let Sums(tiles) = sums.next().expect("sums of every strip");
-                let (height, wide) =
-                    (STRIP.min(rows.end - first_row), STRIP.min(cols.end - first_col));
-                for row in 0..height {
-                    let (of_tile, at) = (row / TILE * 2, (first_row + row) * width + first_col);
-                    let values = |half: usize| &tiles[of_tile + half][row % TILE * TILE..][..TILE];
-                    // SAFETY: the promise to `Target::store`. A whole segment has a length known at
-                    // compile time.
-                    unsafe {
-                        if wide == STRIP {
-                            output.store(at, first_col, values(0));
-                            output.store(at + TILE, first_col + TILE, values(1));
-                        } else {
-                            output.store(at, first_col, &values(0)[..wide.min(TILE)]);
-                            if wide > TILE {
-                                let rest = &values(1)[..wide - TILE];
-                                output.store(at + TILE, first_col + TILE, rest);
-                            }
-                        }
+        let Sums(tiles) = sums;
+        let ([first_row, first_col], [height, wide]) = (start, size);
+        for row in 0..height {
+            let at = [(first_row + row) * width + first_col, first_col];
+            let of_tile = row / TILE * 2;
+            let values = |half: usize| &tiles[of_tile + half].as_chunks().0[row % TILE];
+            // SAFETY: the promise to `Target::store`. A whole segment has a length known at compile
+            // time.
+            unsafe {
+                if wide == STRIP {
+                    store_segment(output, at, values(0), TILE);
+                    store_segment(output, at.map(|x| x + TILE), values(1), TILE);
+                } else {
+                    store_segment(output, at, values(0), wide.min(TILE));
+                    if wide > TILE {
+                        store_segment(output, at.map(|x| x + TILE), values(1), wide - TILE);
                     }
                 }
             }

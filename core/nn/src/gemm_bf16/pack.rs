@@ -211,72 +211,97 @@ vectorized! {
             };
             for half in 0..2 {
                 let vector = (strips.start + strip) * STRIP + half * TILE;
-                let tile = operand.tile(kernel, vector, block * DEPTH);
-                let lines = &mut lines[(strip * blocks + block) * BLOCK + half * TILE..][..TILE];
-                for (line, value) in lines.iter_mut().zip(tile) {
-                    line.write(value);
-                }
+                let lines = &mut lines[(strip * blocks + block) * BLOCK + half * TILE..];
+                let tile = lines.first_chunk_mut().expect("the lines of a tile");
+                operand.write_tile(kernel, vector, block * DEPTH, tile);
             }
         }
     }
 }
 
 impl Operand<'_> {
-    /// Returns the tile that starts at this vector and depth.
+    /// Writes the tile that starts at this vector and depth, every line of it.
+    // Lines are written where they stay: a tile in a variable was copied several times.
     #[inline(always)]
-    fn tile<K: Kernel>(&self, kernel: K, vector: usize, depth: usize) -> Tile {
+    fn write_tile<K: Kernel>(
+        &self,
+        kernel: K,
+        vector: usize,
+        depth: usize,
+        lines: &mut [MaybeUninit<Line>; TILE],
+    ) {
         let vectors = self.count.saturating_sub(vector).min(TILE);
         let len = (self.depth - depth).min(DEPTH);
-        let (mut tile, lines_are) = match self.depth_stride {
-            1 => (self.lines_of_vectors(vector, vectors, depth, len), Side::Left),
-            _ => (self.lines_of_pairs(vector, vectors, depth, len), Side::Right),
+        let lines_are = match self.depth_stride {
+            1 => {
+                self.write_vectors(vector..vector + vectors, depth..depth + len, lines);
+                Side::Left
+            }
+            _ => {
+                self.write_pairs(vector..vector + vectors, depth..depth + len, lines);
+                Side::Right
+            }
         };
         if lines_are != self.side {
-            kernel.transpose(&mut tile);
+            // SAFETY: every line was written.
+            kernel.transpose(unsafe { &mut *lines.as_mut_ptr().cast::<Tile>() });
         }
-        tile
     }
 
-    /// Makes lines with the pairs of one vector, which are adjacent in memory.
+    /// Writes lines with the pairs of one vector, which are adjacent in memory.
     #[inline(always)]
-    fn lines_of_vectors(&self, vector: usize, vectors: usize, depth: usize, len: usize) -> Tile {
-        let mut tile = [Line::ZERO; TILE];
-        for (i, line) in tile.iter_mut().enumerate().take(vectors) {
-            let values = &self.data[(vector + i) * self.vector_stride + depth..][..len];
+    fn write_vectors(
+        &self,
+        vectors: Range<usize>,
+        depth: Range<usize>,
+        lines: &mut [MaybeUninit<Line>],
+    ) {
+        let (used, padding) = lines.split_at_mut(vectors.len());
+        for (vector, line) in vectors.zip(used) {
+            let values = &self.data[vector * self.vector_stride + depth.start..][..depth.len()];
             if let Ok(values) = <&[bf16; DEPTH]>::try_from(values) {
-                *line = Line(bytemuck::cast(*values));
+                line.write(Line(bytemuck::cast(*values)));
             } else {
+                let line = line.write(Line::ZERO);
                 for (line, values) in line.0.iter_mut().zip(values.chunks(2)) {
                     *line = pair(values[0], values.get(1).copied().unwrap_or(bf16::ZERO));
                 }
             }
         }
-        tile
+        padding.fill(MaybeUninit::new(Line::ZERO));
     }
 
-    /// Makes lines with one pair of each vector; the vectors are adjacent in memory.
+    /// Writes lines with one pair of each vector; the vectors are adjacent in memory.
     #[inline(always)]
-    fn lines_of_pairs(&self, vector: usize, vectors: usize, depth: usize, len: usize) -> Tile {
-        let row = |i: usize| &self.data[(depth + i) * self.depth_stride + vector..][..vectors];
-        let mut tile = [Line::ZERO; TILE];
-        if vectors == 0 {
-            return tile;
-        }
-        for (i, line) in tile.iter_mut().enumerate().take(len.div_ceil(2)) {
-            let low = row(2 * i);
-            let high =
-                if 2 * i + 1 < len { row(2 * i + 1) } else { &[bf16::ZERO; TILE][..vectors] };
+    fn write_pairs(
+        &self,
+        vectors: Range<usize>,
+        depth: Range<usize>,
+        lines: &mut [MaybeUninit<Line>],
+    ) {
+        let pairs = if vectors.is_empty() { 0 } else { depth.len().div_ceil(2) };
+        let row =
+            |depth: usize| &self.data[depth * self.depth_stride + vectors.start..][..vectors.len()];
+        let (used, padding) = lines.split_at_mut(pairs);
+        for (low, line) in depth.clone().step_by(2).zip(used) {
+            let high = if low + 1 < depth.end {
+                row(low + 1)
+            } else {
+                &[bf16::ZERO; TILE][..vectors.len()]
+            };
+            let low = row(low);
             if let (Ok(low), Ok(high)) =
                 (<&[bf16; TILE]>::try_from(low), <&[bf16; TILE]>::try_from(high))
             {
-                *line = Line(std::array::from_fn(|i| pair(low[i], high[i])));
+                line.write(Line(std::array::from_fn(|i| pair(low[i], high[i]))));
             } else {
+                let line = line.write(Line::ZERO);
                 for (line, (&low, &high)) in line.0.iter_mut().zip(low.iter().zip(high)) {
                     *line = pair(low, high);
                 }
             }
         }
-        tile
+        padding.fill(MaybeUninit::new(Line::ZERO));
     }
 }
 

@@ -160,6 +160,28 @@ fn amx_matches_the_model() {
     }
 }
 
+/// The shapes above are too small for several threads.
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn threads_change_no_bit_of_amx() {
+    let Some(kernel) = super::amx::Amx::detect() else {
+        return eprintln!("skipped: this CPU has no AMX, or the system does not allow it");
+    };
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap();
+    let [m, k, n] = [288, 416, 250];
+    assert!(m * k * n > 3 * super::amx::Amx::WORTH_A_THREAD);
+    let (left, right) = (usual(m * k, 1), usual(k * n, 2));
+    let product = |threads| {
+        let mut out = vec![0f32; m * n];
+        let target = Target::new(TargetKind::F32 { out: out.as_mut_ptr(), add: false }, n);
+        let (a, b) = (Mat::new(&left, m, k), Mat::new(&right, k, n));
+        // SAFETY: the target has `m * n` elements, initialised.
+        pool.install(|| unsafe { driver::multiply(kernel, target, a, b, threads) });
+        bits(&out)
+    };
+    assert_eq!(product(Threads::One), product(Threads::All));
+}
+
 #[test]
 fn denormals_are_zeros_and_results_flushed() {
     let [least, denormal] = [f32::MIN_POSITIVE, f32::from_bits(1)];
@@ -228,7 +250,9 @@ fn register_transpose_matches_a_loop() {
 
 #[test]
 fn a_variable_limits_the_instructions() {
-    let all =
-        [None, Some("amx"), Some("avx512-bf16"), Some("f32"), Some("avx2")].map(super::allowed);
-    assert_eq!(all, [[false, true], [true, true], [false, true], [false, false], [false, true]]);
+    let names = [None, Some("amx"), Some("avx512-bf16"), Some("f32"), Some("avx2")];
+    let all = names.map(|name| [super::allowed(name, false), super::allowed(name, true)]);
+    let asked = [[true, true], [false, true], [false, false]].map(|allowed| [allowed; 2]);
+    let default = [[true, true], [true, false]];
+    assert_eq!(all, [default, asked[0], asked[1], asked[2], default]);
 }
