@@ -117,7 +117,7 @@ fn describe(logs: &[FlightLog], troubles: &[Trouble]) -> String {
             .to_owned(),
         [trouble] => verdict(logs, trouble),
         circle => {
-            let lines = circle.iter().map(in_circle);
+            let lines = circle.iter().map(|trouble| in_circle(logs, trouble));
             format!("ranks wait for each other:\n{}", lines.collect::<String>())
         }
     };
@@ -153,12 +153,27 @@ fn state(log: &FlightLog, call: &Call) -> String {
 }
 
 /// A call of ranks that wait for each other.
-fn in_circle(trouble: &Trouble) -> String {
+fn in_circle(logs: &[FlightLog], trouble: &Trouble) -> String {
     let Trouble { group, calls, behind, .. } = trouble;
-    let begun: Vec<usize> = calls.keys().copied().collect();
     let what = calls.values().next().map(|call| name_of(call, group)).unwrap_or_default();
-    let has = if behind.len() == 1 { "has" } else { "have" };
-    format!("  {} in {what}, which {} {has} not begun\n", named(&begun), named(behind))
+    let (has, secs) = (if behind.len() == 1 { "has" } else { "have" }, waited_secs(logs, trouble));
+    let waiting = named(&waiting(trouble));
+    format!("  {waiting} for {secs:.1} s in {what}, which {} {has} not begun\n", named(behind))
+}
+
+/// The ranks that have begun the call and not ended it.
+fn waiting(trouble: &Trouble) -> Vec<usize> {
+    let stuck = trouble.calls.iter().filter(|(_, call)| call.is_stuck());
+    stuck.map(|(rank, _)| *rank).collect()
+}
+
+/// How long the first of them has waited, in seconds.
+fn waited_secs(logs: &[FlightLog], trouble: &Trouble) -> f64 {
+    let for_secs = |(rank, call): (&usize, &Call)| {
+        let log = logs.iter().find(|log| log.head.rank == *rank);
+        log.map_or(0.0, |log| call.ended.unwrap_or(log.head.written) - call.begun)
+    };
+    trouble.calls.iter().filter(|(_, call)| call.is_stuck()).map(for_secs).fold(0.0, f64::max)
 }
 
 fn verdict(logs: &[FlightLog], trouble: &Trouble) -> String {
@@ -173,29 +188,25 @@ fn verdict(logs: &[FlightLog], trouble: &Trouble) -> String {
         }
         return text;
     }
-    let waits = if begun.len() == 1 { "waits" } else { "wait" };
-    let for_secs = |rank: usize, call: &Call| {
-        let log = logs.iter().find(|log| log.head.rank == rank);
-        log.map_or(0.0, |log| call.ended.unwrap_or(log.head.written) - call.begun)
-    };
-    let secs = calls.iter().map(|(rank, call)| for_secs(*rank, call)).fold(0.0, f64::max);
     if behind.is_empty() && unknown.is_empty() {
         let _ = writeln!(text, "all of {} have begun {what}, and it has not ended", named(&begun));
         return text;
     }
+    let (waiting, secs) = (waiting(trouble), waited_secs(logs, trouble));
+    let waits = if waiting.len() == 1 { "waits" } else { "wait" };
     if !behind.is_empty() {
         let (has, its) = if behind.len() == 1 { ("is", "it has") } else { ("are", "they have") };
         let _ = writeln!(
             text,
             "{} {has} behind: {its} not begun {what}, in which {} {waits} for {secs:.1} s",
             named(behind),
-            named(&begun)
+            named(&waiting)
         );
     } else {
         let _ = writeln!(
             text,
             "{} {waits} for {secs:.1} s in {what}; whether {} began it is not known",
-            named(&begun),
+            named(&waiting),
             named(unknown)
         );
     }

@@ -338,10 +338,13 @@ mod tests {
         let (a, b): (Vec<_>, Vec<_>) = (values(5 * 300).collect(), values(300 * 3).collect());
         let mut out = [0.5f32; 15];
         gemm_bf16(&mut out, Mat::new(&a, 300, 5).t(), Mat::new(&b, 300, 3), true, Threads::All);
+        let rounded = product_bf16(Mat::new(&a, 300, 5).t(), Mat::new(&b, 300, 3), Threads::All);
         for (i, found) in out.into_iter().enumerate() {
             // Whole numbers, which f32 adds exactly and bf16 does not.
             let product = |k: usize| a[k * 5 + i / 3].to_f32() * b[k * 3 + i % 3].to_f32();
-            assert_eq!(found, 0.5 + (0..300).map(product).sum::<f32>());
+            let sum = (0..300).map(product).sum::<f32>();
+            assert_eq!(found, 0.5 + sum);
+            assert_eq!(rounded[i], bf16::from_f32(sum));
         }
     }
 

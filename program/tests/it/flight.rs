@@ -81,8 +81,8 @@ fn ranks_that_wait_for_each_other_are_named() {
     let found = text(&flight(&["."], temp.path()).stdout);
     insta::assert_snapshot!(found.lines().take(3).collect::<Vec<_>>().join("\n"), @r"
     ranks wait for each other:
-      rank 1 in barrier 1 of `replicas`, which rank 0 has not begun
-      rank 0 in barrier 1 of `world`, which rank 1 has not begun
+      rank 1 for 3.0 s in barrier 1 of `replicas`, which rank 0 has not begun
+      rank 0 for 3.0 s in barrier 1 of `world`, which rank 1 has not begun
     ");
 }
 

@@ -117,6 +117,9 @@ impl Kernel for Amx {
         starts: bool,
     ) {
         if depth == 0 {
+            if starts {
+                *sums = Sums::ZERO;
+            }
             return;
         }
         if rows > TILE && cols > TILE {

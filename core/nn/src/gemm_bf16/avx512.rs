@@ -24,7 +24,7 @@ impl Avx512 {
 impl Kernel for Avx512 {
     type Session = Self;
 
-    // Not measured: four times as many as in f32, for four times the work in the same time.
+    // Not measured: four times as many as in f32.
     const WORTH_A_THREAD: usize = 1 << 20;
 
     fn reads_rows(_: usize) -> bool {

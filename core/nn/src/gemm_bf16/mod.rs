@@ -2,9 +2,10 @@
 //! AVX512-BF16 (`vdpbf16ps`). Sums are f32.
 //!
 //! Operands are packed once per call ([`pack`]) into the layout of the instructions: tiles of 16
-//! rows or columns by 32 elements of the inner dimension, in pairs. If a left operand's sizes are
-//! multiples of the tiles, its rows are read in place. Threads then compute parts of the result
-//! ([`driver`]), and round a part to bf16 when they store it ([`output`]).
+//! rows or columns by 32 elements of the inner dimension, in pairs. Contiguous rows of a left operand
+//! are read in place if both sizes are multiples of 32 and the kernel can. Threads then
+//! compute parts of the result ([`driver`]), and round a part to bf16 when they store it
+//! ([`output`]).
 //!
 //! # Bits
 //! An element of the result is one chain of instructions over the inner dimension, which is padded
@@ -56,10 +57,10 @@ use crate::gemm::{Mat, Threads};
 /// Returns how layers in bf16 multiply matrices on this CPU: `"amx"`, `"avx512-bf16"`, or `"f32"`.
 ///
 /// With `"f32"` operands are converted to f32, and results back. The bits of products differ
-/// between the three. AMX is used on Linux only, which must allow it to the process. The
+/// between the three. AMX is used on Linux only, if the kernel lets the process use it. The
 /// environment variable `FULGURITE_BF16_PRODUCTS` limits the choice to `amx`, `avx512-bf16` or
-/// `f32`. With `f32`, CPUs of different kinds give the same bits. Without it CPUs by Intel use
-/// AVX512-BF16 never: there it is slower than `f32`.
+/// `f32`. With `f32`, all CPUs with the same vector instructions give the same bits. CPUs by Intel
+/// use AVX512-BF16 only if it is named: it is slower there than `f32`.
 ///
 /// ```
 /// use fulgurite_core::nn::bf16_products;
@@ -90,13 +91,13 @@ const VARIABLE: &str = "FULGURITE_BF16_PRODUCTS";
 
 /// Returns whether AMX and AVX512-BF16 may be used, for this value of [`VARIABLE`].
 ///
-/// By default a CPU `of_intel` does not use AVX512-BF16: its `vdpbf16ps` is slower than products in
+/// A CPU `of_intel` uses AVX512-BF16 only if it is named: its `vdpbf16ps` is slower than products in
 /// f32 (114 against 160 Gflop/s on a Xeon).
 fn allowed(most: Option<&str>, of_intel: bool) -> [bool; 2] {
     match most {
-        Some("amx" | "avx512-bf16") => [most == Some("amx"), true],
+        None | Some("amx") => [true, !of_intel],
+        Some("avx512-bf16") => [false, true],
         Some("f32") => [false, false],
-        None => [true, !of_intel],
         Some(other) => {
             tracing::warn!(
                 "the variable {VARIABLE} is `{other}`, which has no effect; it must be amx, avx512-bf16 or f32"

@@ -112,16 +112,18 @@ fn compare_shapes<K: Kernel, I: Instruction>(kernel: K) {
         [130, 130, 140], // for two threads
         [64, 544, 40],   // whole strips and blocks, in several panels
         [288, 32, 33],   // the same, in several pieces of rows
+        [32, 1024, 40],  // rows that AMX does not read in place
     ];
     for [m, k, n] in shapes {
         for values in [usual, unusual] {
-            let (left, right) = (values(m * k, m + k), values(k * n, k + n));
+            // The first element makes both start at half a pair.
+            let (left, right) = (values(m * k + 1, m + k), values(k * n + 1, k + n));
+            let (left, right) = (&left[1..], &right[1..]);
             for [turn_left, turn_right] in
                 [[false, false], [false, true], [true, false], [true, true]]
             {
-                let a = if turn_left { Mat::new(&left, k, m).t() } else { Mat::new(&left, m, k) };
-                let b =
-                    if turn_right { Mat::new(&right, n, k).t() } else { Mat::new(&right, k, n) };
+                let a = if turn_left { Mat::new(left, k, m).t() } else { Mat::new(left, m, k) };
+                let b = if turn_right { Mat::new(right, n, k).t() } else { Mat::new(right, k, n) };
                 let what = format!("{m} x {k} x {n}, transposed: {turn_left} {turn_right}");
                 pool.install(|| compare::<K, I>(kernel, a, b, Threads::All, &what));
                 if [m, k, n] == [50, 95, 49] {
@@ -171,15 +173,17 @@ fn threads_change_no_bit_of_amx() {
     let [m, k, n] = [288, 416, 250];
     assert!(m * k * n > 3 * super::amx::Amx::WORTH_A_THREAD);
     let (left, right) = (usual(m * k, 1), usual(k * n, 2));
-    let product = |threads| {
-        let mut out = vec![0f32; m * n];
-        let target = Target::new(TargetKind::F32 { out: out.as_mut_ptr(), add: false }, n);
-        let (a, b) = (Mat::new(&left, m, k), Mat::new(&right, k, n));
-        // SAFETY: the target has `m * n` elements, initialised.
-        pool.install(|| unsafe { driver::multiply(kernel, target, a, b, threads) });
-        bits(&out)
-    };
-    assert_eq!(product(Threads::One), product(Threads::All));
+    for a in [Mat::new(&left, m, k), Mat::new(&left, k, m).t()] {
+        let product = |threads| {
+            let mut out = vec![0f32; m * n];
+            let target = Target::new(TargetKind::F32 { out: out.as_mut_ptr(), add: false }, n);
+            let b = Mat::new(&right, k, n);
+            // SAFETY: the target has `m * n` elements, initialised.
+            pool.install(|| unsafe { driver::multiply(kernel, target, a, b, threads) });
+            bits(&out)
+        };
+        assert_eq!(product(Threads::One), product(Threads::All));
+    }
 }
 
 #[test]
@@ -250,9 +254,11 @@ fn register_transpose_matches_a_loop() {
 
 #[test]
 fn a_variable_limits_the_instructions() {
-    let names = [None, Some("amx"), Some("avx512-bf16"), Some("f32"), Some("avx2")];
-    let all = names.map(|name| [super::allowed(name, false), super::allowed(name, true)]);
-    let asked = [[true, true], [false, true], [false, false]].map(|allowed| [allowed; 2]);
-    let default = [[true, true], [true, false]];
-    assert_eq!(all, [default, asked[0], asked[1], asked[2], default]);
+    let allowed = |of_intel| {
+        [None, Some("amx"), Some("avx512-bf16"), Some("f32"), Some("avx2")]
+            .map(|name| super::allowed(name, of_intel))
+    };
+    let [both, amx, avx512, none] = [[true, true], [true, false], [false, true], [false, false]];
+    assert_eq!(allowed(false), [both, both, avx512, none, both]);
+    assert_eq!(allowed(true), [amx, amx, avx512, none, amx]);
 }

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::line::{Call, Channel, GroupLine};
 use super::log::FlightLog;
 
-/// The call at which ranks got stuck.
+/// A call at which ranks got stuck.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Trouble {
     /// The group's name.
@@ -101,7 +101,7 @@ fn sequences(logs: &[FlightLog]) -> BTreeMap<Sequence, CallsOfRanks<'_>> {
 }
 
 impl Trouble {
-    /// Finds the call at which ranks got stuck. Returns none if all ranks have ended what they have
+    /// Finds the call at which ranks got stuck. There is none if all ranks have ended what they have
     /// begun together.
     ///
     /// If ranks wait for each other in a chain, it is the call that the rank at the chain's end has
@@ -125,7 +125,7 @@ impl Trouble {
         };
         match found.iter().position(ends_chain) {
             Some(end) => vec![found.swap_remove(end)],
-            None => circle(found),
+            None => circle(&found),
         }
     }
 
@@ -172,26 +172,26 @@ impl Trouble {
     }
 }
 
-/// Follows the waits from the first call on, and returns the calls that come again. A call for which
-/// no rank is missing is returned alone.
-fn circle(found: Vec<Trouble>) -> Vec<Trouble> {
+/// Follows the waits from the first call on. Returns the calls that come again, or the last one if
+/// none does.
+fn circle(found: &[Trouble]) -> Vec<Trouble> {
     let next = |trouble: &Trouble| {
         let waits = |other: &Trouble| {
             trouble.missing().any(|rank| other.calls.get(&rank).is_some_and(Call::is_stuck))
         };
         found.iter().position(waits)
     };
-    let mut path = Vec::new();
+    let mut path: Vec<&Trouble> = Vec::new();
     let mut at = (!found.is_empty()).then_some(0);
     while let Some(index) = at {
-        if let Some(start) = path.iter().position(|&seen| seen == index) {
-            path.drain(..start);
-            break;
+        let trouble = &found[index];
+        if let Some(start) = path.iter().position(|&seen| std::ptr::eq(seen, trouble)) {
+            return path[start..].iter().copied().cloned().collect();
         }
-        path.push(index);
-        at = next(&found[index]);
+        path.push(trouble);
+        at = next(trouble);
     }
-    path.into_iter().map(|index| found[index].clone()).collect()
+    path.pop().into_iter().cloned().collect()
 }
 
 /// Whether ranks have made different calls under one number.
@@ -337,6 +337,15 @@ mod tests {
         let names: Vec<_> = found.iter().map(|trouble| &*trouble.group).collect();
         assert_eq!(names, ["12", "world"]);
         assert_eq!((&found[0].behind[..], &found[1].behind[..]), (&[2][..], &[1][..]));
+    }
+
+    /// Ranks 1 and 2 have begun the same call, which does not end.
+    #[test]
+    fn chain_may_end_at_a_call_that_all_have_begun() {
+        let both = [("12", ALL, "all_reduce", 2.0, None)];
+        let logs = [log(0, &[("01", ALL, "all_reduce", 1.0, None)]), log(1, &both), log(2, &both)];
+        let trouble = one(&logs);
+        assert_eq!((&*trouble.group, trouble.behind), ("12", vec![]));
     }
 
     /// Rank 2 is stuck in its own code, and has started a gather early.
