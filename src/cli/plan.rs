@@ -21,8 +21,9 @@ use super::print;
 const DEFAULT: &str = "cpu";
 
 /// Tables of hardware that the program knows by name.
-const TABLES: [(&str, &str); 5] = [
+const TABLES: [(&str, &str); 6] = [
     (DEFAULT, include_str!("hardware/cpu.toml")),
+    ("cpu_amx", include_str!("hardware/cpu_amx.toml")),
     ("h100", include_str!("hardware/h100.toml")),
     ("h200", include_str!("hardware/h200.toml")),
     ("a100", include_str!("hardware/a100.toml")),
