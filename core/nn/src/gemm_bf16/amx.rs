@@ -92,6 +92,9 @@ impl Kernel for Amx {
     // fifths of the time.
     const WORTH_A_THREAD: usize = 1 << 23;
 
+    // Two strips: each row of the other operand is read once or twice.
+    const FEW_ROWS: usize = 64;
+
     // Rows at a multiple of half a page from each other share a few sets of the first-level cache.
     // A strip of them does not fit, and a product was a quarter slower.
     fn reads_rows(row_bytes: usize) -> bool {

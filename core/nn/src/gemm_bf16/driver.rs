@@ -45,18 +45,18 @@ pub(super) unsafe fn multiply<K: Kernel>(
             rayon::current_num_threads().min(multiplications / K::WORTH_A_THREAD).max(1)
         }
     };
-    let right = Operand::right(b);
-    let (left, b) = match Rows::of::<K>(a) {
+    let Operands { left, right, rows, turned } = Operands::of::<K>(a, b);
+    let (left, b) = match rows {
         Some(rows) => {
             let [b] = pack(kernel, [right], threads);
             (Left::Rows(rows), b)
         }
         None => {
-            let [a, b] = pack(kernel, [Operand::left(a), right], threads);
+            let [a, b] = pack(kernel, [left, right], threads);
             (Left::Packed(a), b)
         }
     };
-    let a = &left;
+    let (a, target) = (&left, Turned { target, turned });
     let [across, along] = grid(a.strips(), b.strips(), threads);
     let part = |i: usize| {
         let rows = share(a.strips(), across, i / along);
@@ -72,8 +72,66 @@ pub(super) unsafe fn multiply<K: Kernel>(
 
 /// Takes the memory that [`multiply`] packs operands into, and frees it, for dry runs.
 pub(super) fn hold_packed<K: Kernel>(a: Mat<bf16>, b: Mat<bf16>) {
-    let left = Rows::of::<K>(a).is_none().then(|| Operand::left(a).empty());
-    drop((Operand::right(b).empty(), left));
+    let Operands { left, right, rows, .. } = Operands::of::<K>(a, b);
+    drop((right.empty(), rows.is_none().then(|| left.empty())));
+}
+
+/// The operands of the product that is computed.
+struct Operands<'a> {
+    left: Operand<'a>,
+    right: Operand<'a>,
+    /// The left operand, if it is read in place.
+    rows: Option<Rows<'a>>,
+    /// Whether it is the product's transpose.
+    turned: bool,
+}
+
+impl<'a> Operands<'a> {
+    /// If `a` has few rows, the transpose of `a b` is computed: the columns of `b` are then rows,
+    /// which may be read in place. To pack them would take longer than the product.
+    fn of<K: Kernel>(a: Mat<'a, bf16>, b: Mat<'a, bf16>) -> Self {
+        // Each row is read once or twice, so it need not fit the first-level cache.
+        if a.rows <= K::FEW_ROWS
+            && let Some(rows) = Rows::whole(b.t())
+        {
+            let (left, right) = (Operand::left(b.t()), Operand::right(a.t()));
+            return Self { left, right, rows: Some(rows), turned: true };
+        }
+        let rows = Rows::of::<K>(a);
+        Self { left: Operand::left(a), right: Operand::right(b), rows, turned: false }
+    }
+}
+
+/// A target, for a product or its transpose.
+#[derive(Clone, Copy)]
+struct Turned<'a> {
+    target: Target<'a>,
+    turned: bool,
+}
+
+impl Turned<'_> {
+    /// Stores the sums of two strips, of which `size` are needed.
+    ///
+    /// # Safety
+    /// As [`Target::store`].
+    unsafe fn store<K: Kernel>(
+        &self,
+        kernel: K,
+        sums: &mut Sums,
+        strips: [usize; 2],
+        size: [usize; 2],
+    ) {
+        let ([row, col], [height, width]) = (strips.map(|strip| strip * STRIP), size);
+        // SAFETY: the caller's promise.
+        unsafe {
+            if self.turned {
+                sums.transpose(kernel);
+                self.target.store(sums, [col, row], [width, height]);
+            } else {
+                self.target.store(sums, [row, col], [height, width]);
+            }
+        }
+    }
 }
 
 /// The left operand.
@@ -87,15 +145,20 @@ enum Left<'a> {
 struct Rows<'a>(Mat<'a, bf16>);
 
 impl<'a> Rows<'a> {
-    /// Returns the rows of `a`, if the kernel can read them in place.
+    /// Returns the rows of `a`, if the kernel can read them in place as often as it needs.
     fn of<K: Kernel>(a: Mat<'a, bf16>) -> Option<Self> {
-        let whole = a.rows.is_multiple_of(STRIP) && a.cols.is_multiple_of(DEPTH);
-        let has = K::reads_rows(a.row_stride * size_of::<bf16>())
-            && whole
+        Self::whole(a).filter(|_| K::reads_rows(a.row_stride * size_of::<bf16>()))
+    }
+
+    /// Returns the rows of `a`, if they are whole strips of whole blocks.
+    fn whole(a: Mat<'a, bf16>) -> Option<Self> {
+        let is_whole = a.rows.is_multiple_of(STRIP)
+            && a.cols.is_multiple_of(DEPTH)
             && a.col_stride == 1
             && a.row_stride.is_multiple_of(2);
         // The last row must end within the slice.
-        has.then_some(Self(a)).filter(|_| (a.rows - 1) * a.row_stride + a.cols <= a.data.len())
+        let ends = |a: Mat<bf16>| (a.rows - 1) * a.row_stride + a.cols <= a.data.len();
+        (is_whole && a.rows > 0 && ends(a)).then_some(Self(a))
     }
 }
 
@@ -162,7 +225,7 @@ fn share(len: usize, parts: usize, i: usize) -> Range<usize> {
 /// As [`multiply`], for the elements of the strips.
 unsafe fn multiply_part<K: Kernel>(
     kernel: K,
-    target: Target,
+    target: Turned,
     a: &Left,
     b: &Packed,
     rows: Range<usize>,
@@ -189,7 +252,7 @@ unsafe fn multiply_part<K: Kernel>(
                         unsafe {
                             K::multiply(&session, sums, left, right, depth, size, panel == 0);
                             if panel + 1 == panels {
-                                target.store(sums, [row * STRIP, col * STRIP], size);
+                                target.store(kernel, sums, [row, col], size);
                             }
                         }
                     }

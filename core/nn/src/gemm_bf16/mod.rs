@@ -285,6 +285,9 @@ trait Kernel: Copy + Sync {
     /// Multiplications that justify another thread.
     const WORTH_A_THREAD: usize;
 
+    /// Rows of the left operand up to which the columns of the right operand are read in place.
+    const FEW_ROWS: usize;
+
     /// Whether the left operand may be read in place, unpacked, if its rows are this far apart.
     fn reads_rows(row_bytes: usize) -> bool;
 
@@ -336,4 +339,14 @@ struct Sums([[f32; 256]; 4]);
 
 impl Sums {
     const ZERO: Self = Self([[0.0; 256]; 4]);
+
+    /// Transposes the 32 x 32 sums.
+    fn transpose<K: Kernel>(&mut self, kernel: K) {
+        self.0.swap(1, 2);
+        for tile in &mut self.0 {
+            // SAFETY: a tile of either type is 256 values of 32 bits, for which all bits are valid.
+            // Sums are aligned to 64 bytes, as lines are, and a tile's size is a multiple of that.
+            kernel.transpose(unsafe { &mut *std::ptr::from_mut(tile).cast::<pack::Tile>() });
+        }
+    }
 }

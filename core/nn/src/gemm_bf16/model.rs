@@ -100,6 +100,8 @@ impl<I: Instruction> Kernel for Model<I> {
 
     const WORTH_A_THREAD: usize = 1 << 20;
 
+    const FEW_ROWS: usize = 64;
+
     fn reads_rows(_: usize) -> bool {
         true
     }

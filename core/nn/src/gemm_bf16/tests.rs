@@ -113,6 +113,7 @@ fn compare_shapes<K: Kernel, I: Instruction>(kernel: K) {
         [64, 544, 40],   // whole strips and blocks, in several panels
         [288, 32, 33],   // the same, in several pieces of rows
         [32, 1024, 40],  // rows that AMX does not read in place
+        [40, 544, 96],   // few rows: columns are read in place if they are contiguous
     ];
     for [m, k, n] in shapes {
         for values in [usual, unusual] {
