@@ -2,8 +2,9 @@
 //! AVX512-BF16 (`vdpbf16ps`). Sums are f32.
 //!
 //! Operands are packed once per call ([`pack`]) into the layout of the instructions: tiles of 16
-//! rows or columns by 32 elements of the inner dimension, in pairs. Contiguous rows of a left operand
-//! are read in place if both sizes are multiples of 32 and the kernel can. Threads then
+//! rows or columns by 32 elements of the inner dimension, in pairs. Contiguous rows of a left
+//! operand are read in place if both sizes are multiples of 32 and the kernel can. With few rows the
+//! transpose is computed, so that columns of the right operand are read in place. Threads then
 //! compute parts of the result ([`driver`]), and round a part to bf16 when they store it
 //! ([`output`]).
 //!
@@ -91,8 +92,8 @@ const VARIABLE: &str = "FULGURITE_BF16_PRODUCTS";
 
 /// Returns whether AMX and AVX512-BF16 may be used, for this value of [`VARIABLE`].
 ///
-/// A CPU `of_intel` uses AVX512-BF16 only if it is named: its `vdpbf16ps` is slower than products in
-/// f32 (114 against 160 Gflop/s on a Xeon).
+/// A CPU `of_intel` uses AVX512-BF16 only if it is named: its `vdpbf16ps` is slower than products
+/// in f32 (114 against 160 Gflop/s on a Xeon).
 fn allowed(most: Option<&str>, of_intel: bool) -> [bool; 2] {
     match most {
         None | Some("amx") => [true, !of_intel],

@@ -135,8 +135,8 @@ fn attention_may_be_cut_beside_whole_experts() {
 #[test]
 fn bf16_follows_f32() {
     for name in MODELS {
-        // Scores of experts that are nearly equal are ordered by rounding. In f32, weights changed by
-        // at most 0.2 % change the third loss of `deepseek_v3` by 0.9 %, and all others by 0.4 %.
+        // Rounding orders experts whose scores are nearly equal. In f32, weights changed by at most
+        // 0.2 % change the third loss of `deepseek_v3` by 0.9 %, and others by at most 0.4 %.
         let tolerance = if name == "deepseek_v3" { 3e-2 } else { 1e-2 };
         let alone = train_alone(name);
         let losses = |found: &[f64]| found.iter().step_by(2).copied().collect::<Vec<_>>();

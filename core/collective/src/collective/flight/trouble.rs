@@ -101,8 +101,7 @@ fn sequences(logs: &[FlightLog]) -> BTreeMap<Sequence, CallsOfRanks<'_>> {
 }
 
 impl Trouble {
-    /// Finds the call at which ranks got stuck. There is none if all ranks have ended what they have
-    /// begun together.
+    /// Finds the call at which ranks got stuck, if any.
     ///
     /// If ranks wait for each other in a chain, it is the call that the rank at the chain's end has
     /// not begun. If the chain is a circle, it is the calls of the circle: each waits for a rank of
