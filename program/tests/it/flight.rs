@@ -64,7 +64,7 @@ fn rank_behind_is_named() {
     assert!(found.contains("there is no record of rank 1"), "{found}");
 }
 
-/// Each rank waits in a group of which the other has begun no call.
+/// Rank 0 waits in `world`, and rank 1 in `replicas`.
 #[test]
 fn ranks_that_wait_for_each_other_are_named() {
     let temp = tempfile::tempdir().unwrap();

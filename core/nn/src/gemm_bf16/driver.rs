@@ -110,7 +110,7 @@ struct Turned<'a> {
 }
 
 impl Turned<'_> {
-    /// Stores the sums of two strips, of which `size` are needed.
+    /// Stores the first `size` sums of a strip of rows and a strip of columns.
     ///
     /// # Safety
     /// As [`Target::store`].

@@ -171,14 +171,18 @@ fn threads_change_no_bit_of_amx() {
         return eprintln!("skipped: this CPU has no AMX, or the system does not allow it");
     };
     let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap();
-    let [m, k, n] = [288, 416, 250];
-    assert!(m * k * n > 3 * super::amx::Amx::WORTH_A_THREAD);
-    let (left, right) = (usual(m * k, 1), usual(k * n, 2));
-    for a in [Mat::new(&left, m, k), Mat::new(&left, k, m).t()] {
+    let (left, right) = (usual(288 * 416, 1), usual(512 * 1024, 2));
+    for (a, b) in [
+        (Mat::new(&left, 288, 416), Mat::new(&right, 416, 250)),
+        (Mat::new(&left, 416, 288).t(), Mat::new(&right, 416, 250)),
+        // Few rows, whose product is computed as its transpose.
+        (Mat::new(&left, 64, 1024), Mat::new(&right, 512, 1024).t()),
+    ] {
+        let (m, n) = (a.rows, b.cols);
+        assert!(m * a.cols * n > 3 * super::amx::Amx::WORTH_A_THREAD);
         let product = |threads| {
             let mut out = vec![0f32; m * n];
             let target = Target::new(TargetKind::F32 { out: out.as_mut_ptr(), add: false }, n);
-            let b = Mat::new(&right, k, n);
             // SAFETY: the target has `m * n` elements, initialised.
             pool.install(|| unsafe { driver::multiply(kernel, target, a, b, threads) });
             bits(&out)

@@ -136,13 +136,15 @@ fn attention_may_be_cut_beside_whole_experts() {
 fn bf16_follows_f32() {
     for name in MODELS {
         // Rounding orders experts whose scores are nearly equal. In f32, weights changed by at most
-        // 0.2 % change the third loss of `deepseek_v3` by 0.9 %, and others by at most 0.4 %.
-        let tolerance = if name == "deepseek_v3" { 3e-2 } else { 1e-2 };
+        // 0.4 % changed later losses of `deepseek_v3` by up to 1.2 % in 20 trials.
+        let later = if name == "deepseek_v3" { 3e-2 } else { 1e-2 };
         let alone = train_alone(name);
         let losses = |found: &[f64]| found.iter().step_by(2).copied().collect::<Vec<_>>();
         for (ranks, config) in [(1, ALONE), (2, r#"{"type": "fsdp"}"#)] {
             let found = train(name, [ranks, ranks], config, DType::BF16).unwrap();
-            assert_close(name, &losses(&found), &losses(&alone), tolerance);
+            let (found, alone) = (losses(&found), losses(&alone));
+            assert_close(name, &found[..2], &alone[..2], 1e-2);
+            assert_close(name, &found[2..], &alone[2..], later);
         }
     }
 }

@@ -1,7 +1,7 @@
-//! The flight record: a rank's last collectives, to find out after a failure which rank fell behind.
+//! The flight record: a rank's last collectives. After a failure they show which rank fell behind.
 //!
-//! A [`FlightRecorder`] watches a rank's groups, and [writes](FlightRecorder::write) [`FlightLine`]s.
-//! [`Trouble::find`] compares the [`FlightLog`]s of several ranks.
+//! A [`FlightRecorder`] watches a rank's groups, and [writes](FlightRecorder::write)
+//! [`FlightLine`]s. [`Trouble::find`] compares the [`FlightLog`]s of several ranks.
 
 mod line;
 mod log;
