@@ -7,6 +7,7 @@ use super::experts_load::ExpertLoad;
 use super::experts_mixed::{Mixed, Projections};
 use super::experts_router::Router;
 use super::experts_shared::SharedExpert;
+use super::functional::add;
 use super::styles::ExpertStyles;
 use crate::Result;
 use fulgurite_engine::autograd::save_for_backward;
@@ -105,7 +106,7 @@ impl MixtureOfExperts {
         let logits = self.router.logits(&own)?;
         let mut y = self.mix(&own, &logits)?;
         if let Some(shared) = &self.shared {
-            y = (y + shared.forward(&own)?)?;
+            y = add(&y, &shared.forward(&own)?)?;
         }
         let dtype = self.layer.output_dtype(x.dtype());
         let y = if y.dtype() == dtype { y } else { y.to_dtype(dtype)? };

@@ -21,7 +21,7 @@ use super::kernels::rope::Angles;
 use super::kernels::softmax;
 use super::norm::{eps_message, is_eps};
 use crate::{Error, Result};
-use fulgurite_engine::autograd::save_for_backward;
+use fulgurite_engine::autograd::{self, save_for_backward};
 use fulgurite_engine::module::ForwardScope;
 use fulgurite_engine::parallel::record_function;
 
@@ -71,20 +71,47 @@ pub fn softplus(x: &Tensor) -> Result<Tensor> {
     })
 }
 
+/// `x + y`, of one shape and dtype: a residual connection.
+///
+/// The values are those of candle's `x + y`. The gradient is handed to both inputs as it is. candle
+/// instead adds it to zeros for each of them, and its sums in bf16 are slow.
+///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use fulgurite_core::nn::functional::{add, silu};
+///
+/// let x = Var::new(&[0f32, 1.], &Device::Cpu)?;
+/// let y = add(&x, &silu(&x)?)?;
+/// assert!(y.sum_all()?.backward()?.get(&x).is_some());
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
+///
+/// # Errors
+/// If shapes or dtypes differ. Under a tensor-parallel plan also if the layouts do.
+pub fn add(x: &Tensor, y: &Tensor) -> Result<Tensor> {
+    check_alike("add", x, y)?;
+    record_function(&[x, y], autograd::sum(x, y)?, |_, grad| Ok(vec![Some(grad.clone()); 2]))
+}
+
+fn check_alike(function: &str, x: &Tensor, y: &Tensor) -> Result<()> {
+    if x.dims() == y.dims() && x.dtype() == y.dtype() {
+        return Ok(());
+    }
+    Err(Error::other(format!(
+        "{function} takes two tensors of one shape and dtype, got {:?} {:?} and {:?} {:?}",
+        x.dims(),
+        x.dtype(),
+        y.dims(),
+        y.dtype()
+    )))
+}
+
 /// `silu(gate) * up`; both have the same shape.
 ///
 /// # Errors
 /// If the shapes differ.
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
-    if gate.dims() != up.dims() || gate.dtype() != up.dtype() {
-        return Err(Error::other(format!(
-            "swiglu takes two tensors of one shape and dtype, got {:?} {:?} and {:?} {:?}",
-            gate.dims(),
-            gate.dtype(),
-            up.dims(),
-            up.dtype()
-        )));
-    }
+    check_alike("swiglu", gate, up)?;
     let (saved_gate, saved_up) = (gate.detach(), up.detach());
     let y = activation::gated(Activation::Silu, &saved_gate, &saved_up)?;
     record_function(&[gate, up], y, move |_, grad| {

@@ -2,12 +2,10 @@
 
 use candle_core::Tensor;
 
-use super::backend::uses_cpu_kernels;
-use super::host::{Element, Float, with_element};
+use super::host::Float;
 use crate::Result;
-use fulgurite_engine::autograd::storage;
+use fulgurite_engine::autograd::{self, storage};
 use fulgurite_engine::parameter::Parameter;
-use fulgurite_engine::simd::update;
 
 /// Calls `write` with the parameter's gradient buffer as a slice of `T`. `write` stores a gradient
 /// there (`false`) or adds one (`true`). If the buffer has another dtype, the slice is a temporary.
@@ -41,21 +39,12 @@ pub(super) fn accumulate_and_end_use(parameter: &Parameter, grad: &Tensor) -> Re
 /// Returns `sum + x`, of one shape and dtype. The memory of `sum` may be reused, so `sum` must not
 /// have another user, and `x` must use other memory.
 pub(super) fn add_to(sum: Tensor, x: &Tensor) -> Result<Tensor> {
-    let alike = sum.dims() == x.dims() && sum.dtype() == x.dtype();
     #[cfg(feature = "cuda")]
-    if alike && fulgurite_kernels::cuda::add(&sum, x)?.is_some() {
+    if sum.dims() == x.dims()
+        && sum.dtype() == x.dtype()
+        && fulgurite_kernels::cuda::add(&sum, x)?.is_some()
+    {
         return Ok(sum);
     }
-    if !uses_cpu_kernels(&sum) || !sum.is_contiguous() || sum.elem_count() == 0 || !alike {
-        return Ok((sum + x)?);
-    }
-    let x = x.contiguous()?;
-    with_element!(sum.dtype(), E => {
-        storage::with_host_mut(&sum, |sum: &mut [E]| {
-            storage::with_host(&x, |x: &[E]| {
-                update(sum, x, |sum, x| E::narrow(sum.widen() + x.widen()));
-            })
-        })?
-    })?;
-    Ok(sum)
+    autograd::add_to(sum, x)
 }

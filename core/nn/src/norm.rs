@@ -4,6 +4,7 @@ use std::sync::{Arc, OnceLock};
 
 use candle_core::Tensor;
 
+use super::functional::add;
 use super::gradients::accumulate_and_end_use;
 use super::input;
 use super::kernels::norm::{Norm, NormGrads, NormOfSum};
@@ -216,7 +217,7 @@ impl NormLayer {
         self.check_residual(x, residual)?;
         if self.layer.redistributes_input() {
             // The sum keeps the layout of its terms; the norm's input is redistributed.
-            let sum = (x + residual)?;
+            let sum = add(x, residual)?;
             return Ok((self.compute(&sum)?.record(&sum)?, sum));
         }
         self.layer.check_sum([x, residual])?;

@@ -337,12 +337,12 @@ pub(super) fn note_result(x: &Tensor, activation: Arc<Activation>) {
     }
 }
 
-/// The layout of the sum of these tensors, with [`lookup`] of each.
+/// The layout of what is computed, element by element, from these tensors, with [`lookup`] of each.
 ///
 /// # Errors
 /// As [`lookup`], and if they have different layouts.
-pub(super) fn lookup_sum(terms: [&Tensor; 2], user: &str) -> Result<Option<Arc<Activation>>> {
-    let origins = terms.iter().map(|term| lookup(term, user)).collect::<Result<Vec<_>>>()?;
+pub(super) fn lookup_all(inputs: &[&Tensor], user: &str) -> Result<Option<Arc<Activation>>> {
+    let origins = inputs.iter().map(|input| lookup(input, user)).collect::<Result<Vec<_>>>()?;
     let joined = join(&origins.into_iter().flatten().collect::<Vec<_>>(), user)?;
     Ok(joined.map(|record| record.activation))
 }

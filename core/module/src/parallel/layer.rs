@@ -555,7 +555,7 @@ impl LayerHandle {
     /// The layout of the sum of these tensors.
     fn sum_activation(&self, inputs: [&Tensor; 2]) -> Result<Option<Arc<Activation>>> {
         match self.parallel() {
-            Some(_) => activations::lookup_sum(inputs, &format!("`{}`", self.0.path)),
+            Some(_) => activations::lookup_all(&inputs, &format!("`{}`", self.0.path)),
             None => Ok(None),
         }
     }
@@ -627,7 +627,8 @@ fn without_constants(inputs: &[&Tensor]) -> Vec<Tensor> {
 /// parameters and keep the layout.
 ///
 /// # Errors
-/// If candle fails.
+/// If candle fails. Where no graph is recorded, also if the inputs have different layouts; elsewhere
+/// the layer that takes the output finds it.
 pub fn record_function(
     inputs: &[&Tensor],
     output: Tensor,
@@ -636,12 +637,10 @@ pub fn record_function(
     if is_grad_enabled() {
         return record(inputs, &[], output, backward);
     }
-    for input in inputs {
-        if let Some(record) = activations::lookup(input, "a function")? {
-            return activations::mark(output, record.activation, &RecordOwner::new());
-        }
+    match activations::lookup_all(inputs, "a function")? {
+        Some(activation) => activations::mark(output, activation, &RecordOwner::new()),
+        None => Ok(output),
     }
-    Ok(output)
 }
 
 impl SequenceLength {

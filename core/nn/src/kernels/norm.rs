@@ -7,13 +7,11 @@ use rayon::prelude::*;
 use crate::Result;
 use crate::backend::{to_accumulation_dtype, uses_cpu_kernels};
 use crate::gradients::add_to;
-use crate::host::{
-    Element, Float, add_rows, dot, host, rows_per_piece, sum1, tensor, with_element, with_float,
-};
-use fulgurite_engine::autograd::storage;
+use crate::host::{Float, add_rows, dot, host, rows_per_piece, sum1, tensor, with_float};
+use fulgurite_engine::autograd::{self, storage};
 use fulgurite_engine::execution::dry_run::skips_pass;
 use fulgurite_engine::parameter::{Init, accumulation_dtype};
-use fulgurite_engine::simd::{map2, vectorized};
+use fulgurite_engine::simd::vectorized;
 
 /// RMS norm or layer norm.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -43,21 +41,6 @@ pub(crate) struct NormOfSum {
     pub(crate) y: Tensor,
     pub(crate) sum: Tensor,
     pub(crate) stats: Stats,
-}
-
-/// Returns `a + b`, of one shape and dtype, in new memory.
-fn sum_of(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    if !uses_cpu_kernels(a) {
-        return Ok((a + b)?);
-    }
-    let (a, b) = (a.detach().contiguous()?, b.detach().contiguous()?);
-    with_element!(a.dtype(), E => {
-        let (host_a, host_b) = (host(&a)?, host(&b)?);
-        let sum = map2(host_a.slice::<E>()?, host_b.slice()?, |a, b| {
-            E::narrow(a.widen() + b.widen())
-        });
-        tensor(sum, a.shape())
-    })
 }
 
 impl Norm {
@@ -133,7 +116,7 @@ impl Norm {
             return Ok(NormOfSum { y, sum, stats });
         }
         if !uses_cpu_kernels(x) || accumulation_dtype(x.dtype()) != x.dtype() {
-            let sum = sum_of(x, residual)?;
+            let sum = autograd::sum(x, residual)?;
             let (y, stats) = self.forward_by(&sum, weight, bias)?;
             return Ok(NormOfSum { y, sum, stats });
         }

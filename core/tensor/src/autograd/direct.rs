@@ -96,7 +96,7 @@ impl Gradient {
         }
         let sum = &mut *self.sum();
         *sum = Some(match sum.take() {
-            Some(sum) => (sum + part)?,
+            Some(sum) => super::sum(&sum, &part)?,
             // candle's accumulated gradients are contiguous too.
             None => part.contiguous()?,
         });

@@ -10,6 +10,7 @@ mod functions;
 mod grad_mode;
 mod saved;
 pub mod storage;
+mod sum;
 mod variables;
 mod wrong_gradients;
 
@@ -32,5 +33,7 @@ pub use grad_mode::{is_grad_enabled, no_grad};
 #[doc(hidden)]
 pub use saved::collect_saved;
 pub use saved::save_for_backward;
+#[doc(hidden)]
+pub use sum::{add_to, sum};
 pub use variables::refuse_variables;
 pub use wrong_gradients::refuse_wrong_gradients;

@@ -3,6 +3,7 @@
 use candle_core::Tensor;
 use fulgurite_engine::module::{Module as _, ModuleBuilder};
 use fulgurite_error::Result;
+use fulgurite_nn::functional::add;
 use fulgurite_nn::{
     AttentionConfig, CausalSelfAttention, Dropout, ExpertLoad, LatentAttention, MixtureOfExperts,
 };
@@ -147,23 +148,23 @@ impl DecoderLayer {
                 let y = self.attend(&before_attention.forward(x)?)?;
                 let (y, x) = before_mlp.forward_residual(&y, x)?;
                 let (y, logits) = self.feed_forward(&y)?;
-                Ok(((x + y)?, logits))
+                Ok((add(&x, &y)?, logits))
             }
             Norms::After([after_attention, after_mlp]) => {
-                let x = (x + after_attention.forward(&self.attend(x)?)?)?;
+                let x = add(x, &after_attention.forward(&self.attend(x)?)?)?;
                 let (y, logits) = self.feed_forward(&x)?;
-                Ok(((&x + after_mlp.forward(&y)?)?, logits))
+                Ok((add(&x, &after_mlp.forward(&y)?)?, logits))
             }
             Norms::Around([before_attention, after_attention, before_mlp, after_mlp]) => {
                 let y = self.attend(&before_attention.forward(x)?)?;
                 let (y, x) = before_mlp.forward_residual(&after_attention.forward(&y)?, x)?;
                 let (y, logits) = self.feed_forward(&y)?;
-                Ok(((x + after_mlp.forward(&y)?)?, logits))
+                Ok((add(&x, &after_mlp.forward(&y)?)?, logits))
             }
             Norms::Parallel([before_attention, before_mlp]) => {
                 let attended = self.attend(&before_attention.forward(x)?)?;
                 let (y, logits) = self.feed_forward(&before_mlp.forward(x)?)?;
-                Ok((((y + attended)? + x)?, logits))
+                Ok((add(&add(&y, &attended)?, x)?, logits))
             }
         }
     }

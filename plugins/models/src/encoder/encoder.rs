@@ -4,6 +4,7 @@ use candle_core::{DType, Tensor};
 use fulgurite_engine::module::{Module, ModuleBuilder, Unit};
 use fulgurite_engine::parameter::{Init, Parameter};
 use fulgurite_error::{Error, Result};
+use fulgurite_nn::functional::add;
 use fulgurite_nn::{AttentionConfig, Conv2d, Conv2dConfig, Documents, Dropout, Embedding, Rope};
 
 use super::config::{EncoderConfig, InputConfig, PatchConfig, TextConfig};
@@ -164,7 +165,7 @@ impl Embeddings {
                     x = x.broadcast_add(&positions.forward(&at)?)?;
                 }
                 match (segments, given) {
-                    (Some(segments), Some(given)) => Ok((x + segments.forward(given)?)?),
+                    (Some(segments), Some(given)) => add(&x, &segments.forward(given)?),
                     (Some(segments), None) => {
                         let first = Tensor::zeros((1, time), DType::U32, ids.device())?;
                         Ok(x.broadcast_add(&segments.forward(&first)?)?)

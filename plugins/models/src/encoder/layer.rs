@@ -3,6 +3,7 @@
 use candle_core::Tensor;
 use fulgurite_engine::module::{Module, ModuleBuilder};
 use fulgurite_error::Result;
+use fulgurite_nn::functional::add;
 use fulgurite_nn::{AttentionConfig, CausalSelfAttention, Dropout};
 
 use super::config::{EncoderConfig, EncoderLayerConfig};
@@ -66,7 +67,7 @@ impl Module for EncoderLayer {
                     before_attention.as_ref().map(|norm| norm.forward(x)).transpose()?;
                 let y = self.attend(normalized.as_ref().unwrap_or(x))?;
                 let (y, x) = before_mlp.forward_residual(&y, x)?;
-                Ok((x + self.feed_forward(&y)?)?)
+                add(&x, &self.feed_forward(&y)?)
             }
             Norms::After([after_attention, after_mlp]) => {
                 let (x, _) = after_attention.forward_residual(&self.attend(x)?, x)?;
