@@ -6,7 +6,8 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Component, Path, PathBuf};
 
 use fulgurite_error::{Error, Result};
-use sha2::{Digest as _, Sha256};
+use sha1::Sha1;
+use sha2::{Digest, Sha256};
 
 use crate::client::{Failure, FileHead, Wanted};
 use crate::{Cache, Hub, Repository, Selection};
@@ -207,20 +208,28 @@ impl Hub {
         if received > head.bytes {
             return wrong(part, format!("more bytes came than the {} announced", head.bytes));
         }
-        let is_sha256 = head.etag.len() == 64 && head.etag.bytes().all(|b| b.is_ascii_hexdigit());
-        if is_sha256 {
-            let found = sha256(part).map_err(io)?;
-            if found != head.etag.to_ascii_lowercase() {
-                return wrong(part, format!("its SHA-256 is {found}, not {}", head.etag));
-            }
+        let is_hash = head.etag.bytes().all(|b| b.is_ascii_hexdigit());
+        let (what, found) = match head.etag.len() {
+            64 if is_hash => ("SHA-256", hash_of(Sha256::new(), part).map_err(io)?),
+            // Files that are in the repository itself have the hash that Git gives them.
+            40 if is_hash => ("Git hash", hash_of(git_blob(received), part).map_err(io)?),
+            _ => return Ok(()),
+        };
+        if found != head.etag.to_ascii_lowercase() {
+            return wrong(part, format!("its {what} is {found}, not {}", head.etag));
         }
         Ok(())
     }
 }
 
-fn sha256(file: &mut File) -> std::io::Result<String> {
+/// The beginning of Git's hash of a file with this many bytes.
+fn git_blob(bytes: u64) -> Sha1 {
+    Sha1::new().chain_update(format!("blob {bytes}\0"))
+}
+
+/// The hash, in hexadecimal digits, once the file's content is added.
+fn hash_of(mut hash: impl Digest, file: &mut File) -> std::io::Result<String> {
     file.rewind()?;
-    let mut hash = Sha256::new();
     let mut buffer = vec![0; 1 << 20];
     loop {
         let read = file.read(&mut buffer)?;
@@ -286,4 +295,18 @@ fn write_ref(folder: &Path, revision: &str, commit: &str) -> Result<()> {
         .map_err(io)?;
     part.write_all(commit.as_bytes()).map_err(io)?;
     part.persist(&path).map(drop).map_err(|error| io(error.error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `echo hello | git hash-object --stdin`.
+    #[test]
+    fn small_files_have_gits_hash() {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(b"hello\n").unwrap();
+        let found = hash_of(git_blob(6), &mut file).unwrap();
+        assert_eq!(found, "ce013625030ba8dba906f756967f9e9ca394464a");
+    }
 }

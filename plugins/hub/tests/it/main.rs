@@ -156,6 +156,9 @@ fn wrong_contents_do_not_enter_the_cache() {
     assert!(message.contains("model.safetensors") && message.contains("SHA-256"), "{message}");
     assert_eq!(events.iter().filter(|event| matches!(event, Event::Retries(_))).count(), 5);
     assert_eq!(Cache::new(folder.path()).find(&repository(), "main"), None);
+    let server = Server::start(files(), vec![Fault::FlippedSmall; 6]);
+    let message = download(&server, folder.path()).0.unwrap_err().to_string();
+    assert!(message.contains("Git hash"), "{message}");
     // One wrong answer is made good by the next.
     let server = Server::start(files(), vec![Fault::Flipped]);
     let (done, _) = download(&server, folder.path());

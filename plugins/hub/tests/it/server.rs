@@ -4,12 +4,13 @@ use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 
+use sha1::Sha1;
 use sha2::{Digest as _, Sha256};
 
 /// The commit of every repository.
 pub(crate) const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
-/// What goes wrong in the next request: of a list, or of the contents of a large file.
+/// What goes wrong in the next request: of a list, or of the contents of a large or small file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fault {
     /// The list is refused with this status.
@@ -22,6 +23,8 @@ pub(crate) enum Fault {
     Silence(usize),
     /// A byte is another.
     Flipped,
+    /// A byte of a small file is another.
+    FlippedSmall,
     /// The range is ignored, and all is sent.
     IgnoredRange,
 }
@@ -85,6 +88,10 @@ impl State {
     }
 }
 
+fn hex(hash: &[u8]) -> String {
+    hash.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 fn serve(connection: &TcpStream, state: &State) -> std::io::Result<()> {
     let mut lines = BufReader::new(connection).lines();
     let first = lines.next().unwrap_or(Ok(String::new()))?;
@@ -127,7 +134,7 @@ fn serve(connection: &TcpStream, state: &State) -> std::io::Result<()> {
     };
     let large = content.len() >= LARGE;
     let is_cdn = path.starts_with("/cdn/");
-    let hash: String = Sha256::digest(content).iter().map(|byte| format!("{byte:02x}")).collect();
+    let hash = hex(&Sha256::digest(content));
     if large && !is_cdn {
         let more = format!(
             "Location: {}/cdn/{COMMIT}/{name}\r\nX-Linked-Etag: \"{hash}\"\r\nX-Linked-Size: {}\r\n",
@@ -136,8 +143,17 @@ fn serve(connection: &TcpStream, state: &State) -> std::io::Result<()> {
         );
         return out.write_all(head(302, &more, 0).as_bytes());
     }
-    let etag = if large { "\"other\"".to_owned() } else { format!("W/\"{}\"", &hash[..40]) };
-    let fault = is_cdn.then(|| state.fault(|fault| !matches!(fault, Fault::List(_)))).flatten();
+    let git = Sha1::new().chain_update(format!("blob {}\0", content.len())).chain_update(content);
+    let etag = match large {
+        true => "\"other\"".to_owned(),
+        false => format!("W/\"{}\"", hex(&git.finalize())),
+    };
+    let is_of_small = |fault| fault == Fault::FlippedSmall;
+    let fault = match (is_cdn, method) {
+        (true, _) => state.fault(|fault| !matches!(fault, Fault::List(_)) && !is_of_small(fault)),
+        (false, "GET") => state.fault(is_of_small),
+        _ => None,
+    };
     if let Some(Fault::Status(status)) = fault {
         return out.write_all(head(status, "", 0).as_bytes());
     }
@@ -159,6 +175,7 @@ fn serve(connection: &TcpStream, state: &State) -> std::io::Result<()> {
             return Ok(());
         }
         Some(Fault::Flipped) => rest[5] ^= 1,
+        Some(Fault::FlippedSmall) => rest[0] ^= 1,
         _ => {}
     }
     if method == "HEAD" { Ok(()) } else { out.write_all(&rest) }
