@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{Device, Tensor};
+use fulgurite_config::Documented;
 use fulgurite_engine::data::{DataContext, DataModule, DataReport, Samples, SourceReport, Split};
 use fulgurite_engine::execution::transfer;
 use fulgurite_engine::random::Stream;
@@ -36,7 +37,7 @@ const MAX_SIDE: usize = 1 << 14;
 /// batch_size = 16
 /// flip = true
 /// ```
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, Documented)]
 #[serde(default, deny_unknown_fields)]
 pub struct ImageFolderConfig {
     /// A folder with a folder of pictures for each class, which may have folders of its own. Links

@@ -6,5 +6,6 @@ mod fixtures;
 mod generation;
 mod gguf;
 mod modules;
+mod reference_page;
 mod routers;
 mod transformers;
