@@ -90,7 +90,7 @@ impl AfterStep for Balance {
         let bias = self.bias.value()?;
         let changes = Tensor::from_slice(&changes, changes.len(), &Device::Cpu)?;
         let changes = changes.to_dtype(bias.dtype())?.to_device(bias.device())?;
-        self.bias.set(&(bias + changes)?)
+        self.bias.overwrite(&(bias + changes)?)
     }
 }
 

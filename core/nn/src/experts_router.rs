@@ -43,6 +43,7 @@ impl Router {
         let load = ExpertLoad::new(num_experts);
         let correction = router.correction.map(|correction| -> Result<Buffer> {
             let options = BufferOptions::dtype(accumulation_dtype(b.compute_dtype()));
+            let options = options.not_set_in_forward();
             let name = "e_score_correction_bias";
             let bias = b.buffer(name, [num_experts], Init::ZEROS, options)?;
             if correction.update_rate > 0.0 {

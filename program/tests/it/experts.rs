@@ -269,6 +269,11 @@ fn a_resumed_run_keeps_the_bias() {
             "{ type = 'model_parallel', tensor_parallel_size = 1, expert_parallel_size = 2 }",
             "data.batch_size=2",
         ),
+        (
+            2,
+            "{ type = 'model_parallel', tensor_parallel_size = 1, pipeline_parallel_size = 2 }",
+            "data.batch_size=4",
+        ),
     ] {
         let dir = format!("checkpoint.dir=of_{}", strategy.len());
         let run = |sets: &[&str]| {

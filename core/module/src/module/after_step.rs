@@ -10,14 +10,16 @@ use crate::Result;
 /// for example the bias that balances experts, by their loads.
 ///
 /// Declared with [`ModuleBuilder::after_step`]. The runtime sums the values of all layers over the
-/// data- and context-parallel ranks in one collective. While replicas train apart, it sums over
-/// those of a replica.
+/// data- and context-parallel ranks of all stages in one collective. While replicas train apart, it
+/// sums over those of a replica.
 pub trait AfterStep: Debug + Send + Sync {
     /// Returns this rank's values since the last call, and forgets them. Every rank returns equally
     /// many. Also called, with the result unused, when a step is abandoned or skipped.
     fn take(&self) -> Vec<f64>;
 
     /// Changes the layer's buffers by the values' sums over the ranks, which are the same on each.
+    /// Called on the ranks with other stages of a pipeline too. It changes them by
+    /// [`Buffer::overwrite`](crate::parameter::Buffer::overwrite).
     ///
     /// # Errors
     /// If the buffers cannot be changed.

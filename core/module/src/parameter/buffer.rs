@@ -40,11 +40,14 @@ pub struct BufferOptions {
     pub dtype: DType,
     /// Whether checkpoints save it (`persistent` of torch's `register_buffer`).
     pub persistent: bool,
+    /// Whether forwards set it. Otherwise only [`AfterStep`](crate::module::AfterStep) does, with
+    /// the same values on every rank.
+    pub set_in_forward: bool,
 }
 
 impl Default for BufferOptions {
     fn default() -> Self {
-        Self { dtype: DType::F32, persistent: true }
+        Self { dtype: DType::F32, persistent: true, set_in_forward: true }
     }
 }
 
@@ -59,6 +62,14 @@ impl BufferOptions {
     #[must_use]
     pub fn not_persistent(self) -> Self {
         Self { persistent: false, ..self }
+    }
+
+    /// Declares that no forward sets the buffer: it is constant, or
+    /// [`AfterStep`](crate::module::AfterStep) sets it. So all ranks have the same values, also the
+    /// ranks with other stages of a pipeline, which refuses other saved buffers.
+    #[must_use]
+    pub fn not_set_in_forward(self) -> Self {
+        Self { set_in_forward: false, ..self }
     }
 }
 
@@ -139,6 +150,12 @@ impl Buffer {
         self.0.options.persistent
     }
 
+    /// Whether forwards set it, so that ranks with other data or another stage of a pipeline have
+    /// other values.
+    pub fn is_set_in_forward(&self) -> bool {
+        self.0.options.set_in_forward
+    }
+
     /// Number of elements.
     pub fn elem_count(&self) -> usize {
         self.0.shape.iter().product()
@@ -198,11 +215,26 @@ impl Buffer {
     /// output of such a unit must not depend on a buffer that it sets.
     ///
     /// # Errors
-    /// If the values have another shape, or the model was not set up.
+    /// If the values have another shape, the model was not set up, or the buffer is
+    /// [not set in forwards](BufferOptions::not_set_in_forward).
     pub fn set(&self, values: &Tensor) -> Result<()> {
         if GradMode::current().recomputes() {
             return Ok(());
         }
+        if !self.is_set_in_forward() {
+            let message = "is set, as in a forward, and was declared with `not_set_in_forward`; \
+                           `AfterStep::update` calls `overwrite`";
+            return Err(about(self.fqn(), message));
+        }
+        self.overwrite(values)
+    }
+
+    /// Replaces the values in place, converting their dtype, outside of forwards: after a step, with
+    /// the same values on all ranks, or for all ranks' buffers to become equal.
+    ///
+    /// # Errors
+    /// If the values have another shape, or the model was not set up.
+    pub fn overwrite(&self, values: &Tensor) -> Result<()> {
         if values.dims() != self.shape() {
             let message = format!(
                 "has the shape {:?} and is set to values of {:?}",

@@ -56,7 +56,7 @@ impl Fabric {
     /// Sets the buffers to copied values; does nothing without any.
     pub(crate) fn set_buffers(&self, copies: &[Tensor]) -> Result<()> {
         let buffers = self.runtime.tree()?.buffers().iter();
-        buffers.zip(copies).try_for_each(|(buffer, values)| buffer.set(values))
+        buffers.zip(copies).try_for_each(|(buffer, values)| buffer.overwrite(values))
     }
 
     /// Ends the attempt, on all ranks or on none. Collective if steps can be abandoned.

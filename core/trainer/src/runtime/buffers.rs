@@ -1,9 +1,11 @@
 //! Changes buffers after each step, and makes them equal on data-parallel ranks.
 
+use std::sync::Arc;
+
 use candle_core::{DType, Device, Tensor};
 use fulgurite_config::ConfigType;
 use fulgurite_engine::autograd::storage;
-use fulgurite_engine::collective::{Collective, ReduceOp};
+use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp};
 use fulgurite_engine::execution::read;
 use serde::{Deserialize, Serialize};
 
@@ -33,15 +35,14 @@ impl ConfigType for SyncBuffers {
 
 impl StrategyRuntime {
     /// Calls the layers' [work after a step](fulgurite_engine::module::AfterStep), with sums over
-    /// the ranks along `dim`. Collective over these ranks if the model has such layers.
-    pub(super) fn after_step(&self, dim: &str) -> Result<()> {
+    /// the ranks of `group`. Collective over these ranks if the model has such layers.
+    pub(super) fn after_step(&self, group: &Arc<dyn ProcessGroup>) -> Result<()> {
         let layers = self.tree()?.after_step();
         if layers.is_empty() {
             return Ok(());
         }
         let own: Vec<Vec<f64>> = layers.iter().map(|layer| layer.take()).collect();
         let mut sums = own.concat();
-        let group = self.mesh().group(dim)?;
         if group.size() > 1 {
             let packed = Tensor::from_slice(&sums, sums.len(), &Device::Cpu)?;
             group.run(Collective::all_reduce(&packed, ReduceOp::Sum))?;
@@ -94,7 +95,7 @@ impl StrategyRuntime {
                     storage::with_bytes(&own, |from| {
                         storage::with_bytes_mut(&values, |to| to.copy_from_slice(from))
                     })??;
-                    buffer.set(&values.to_device(buffer.value()?.device())?)?;
+                    buffer.overwrite(&values.to_device(buffer.value()?.device())?)?;
                 }
                 Ok(())
             }
@@ -111,7 +112,7 @@ impl StrategyRuntime {
                     start += buffer.elem_count();
                     let values = if buffer.dtype().is_float() { values } else { values.round()? };
                     let values = values.to_dtype(buffer.dtype())?.reshape(buffer.shape())?;
-                    buffer.set(&values.to_device(buffer.value()?.device())?)?;
+                    buffer.overwrite(&values.to_device(buffer.value()?.device())?)?;
                 }
                 Ok(())
             }

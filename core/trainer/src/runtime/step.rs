@@ -202,7 +202,8 @@ impl StrategyRuntime {
         let dim = if differ { DP_SHARD_CP } else { DP_CP };
         match skipped {
             true => forget_step(context.tree),
-            false => self.after_step(dim)?,
+            false if differ => self.after_step(self.mesh().group(dim)?)?,
+            false => self.after_step(self.mesh().loss_ranks()?)?,
         }
         self.synchronise_buffers(dim)
     }

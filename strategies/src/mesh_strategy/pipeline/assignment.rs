@@ -51,10 +51,11 @@ impl Assignment {
                     .to_owned(),
             ));
         };
-        if let Some(buffer) = tree.persistent_buffers().next() {
+        if let Some(buffer) = tree.persistent_buffers().find(|buffer| buffer.is_set_in_forward()) {
             return Err(Error::Config(format!(
-                "`trainer.strategy.pipeline_parallel_size`: the model has the buffer `{}`, which checkpoints \
-                 save, and stages do not exchange buffers",
+                "`trainer.strategy.pipeline_parallel_size`: forwards set the buffer `{}`, which checkpoints save, and \
+                 stages do not exchange buffers. A buffer that is constant or set after steps is declared with \
+                 `BufferOptions::not_set_in_forward`",
                 buffer.fqn()
             )));
         }

@@ -103,7 +103,9 @@ fn layer_with_correction(config: &MixtureOfExpertsConfig) -> (MixtureOfExperts, 
     let params = Params::new(&b);
     for buffer in params.tree.buffers() {
         let values: Vec<f64> = (0..config.num_experts).map(|e| 0.2 * (e % 3) as f64).collect();
-        buffer.set(&Tensor::from_vec(values, config.num_experts, &Device::Cpu).unwrap()).unwrap();
+        buffer
+            .overwrite(&Tensor::from_vec(values, config.num_experts, &Device::Cpu).unwrap())
+            .unwrap();
     }
     (layer, params)
 }
