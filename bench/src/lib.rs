@@ -15,6 +15,7 @@ mod memory;
 mod model;
 mod overhead;
 mod overlap;
+mod pipeline;
 mod ranks;
 mod startup;
 mod switch;
@@ -34,6 +35,8 @@ pub enum Command {
     Collectives(collectives::CollectivesBench),
     /// The share of a step's communication that computing hides
     Overlap(overlap::OverlapBench),
+    /// Steps of a pipeline by each schedule, against the schedule's simulation
+    Pipeline(pipeline::PipelineBench),
     /// Saving and loading checkpoints, against raw writes and reads of the same bytes
     Checkpoint(checkpoint::CheckpointBench),
     /// Matrix products alone, in operations a second and core
@@ -53,6 +56,7 @@ pub fn run(command: &Command) -> Result<()> {
         Command::Train(options) => train::train(options),
         Command::Collectives(options) => collectives::collectives(options),
         Command::Overlap(options) => overlap::overlap(options),
+        Command::Pipeline(options) => pipeline::pipeline(options),
         Command::Checkpoint(options) => checkpoint::checkpoint(options),
         Command::Gemm(options) => gemm::run(options),
         Command::Hardware(options) => hardware::run(options),

@@ -1,11 +1,12 @@
 //! The decoder of the benchmarks: a Llama whose sizes are options.
 
 use clap::{Args, ValueEnum};
+use fulgurite_core::module::stage;
 use fulgurite_core::nn::{
     AttentionConfig, CausalSelfAttention, Embedding, Linear, RmsNorm, Rope, SwiGluMlp,
 };
 use fulgurite_core::parameter::Init;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::ranks::at_least_one;
 use fulgurite::prelude::*;
@@ -54,7 +55,8 @@ pub(crate) struct SizeOptions {
 }
 
 /// The sizes of a decoder.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
 #[allow(missing_docs)] // the options' names
 pub(crate) struct DecoderSize {
     pub vocab: usize,
@@ -152,11 +154,14 @@ impl Decoder {
             })
         };
         let model = b.pp("model");
+        let embed_tokens = Embedding::with_init(&model.pp("embed_tokens"), vocab, dim, init)?;
+        let layers: Vec<_> = (0..layers)
+            .map(|i| model.unit(&format!("layers.{i}"), layer))
+            .collect::<Result<_>>()?;
+        model.stages(&["embed_tokens"], &layers);
         Ok(Self {
-            embed_tokens: Embedding::with_init(&model.pp("embed_tokens"), vocab, dim, init)?,
-            layers: (0..layers)
-                .map(|i| model.unit(&format!("layers.{i}"), layer))
-                .collect::<Result<_>>()?,
+            embed_tokens,
+            layers,
             norm: RmsNorm::new(&model.pp("norm"), dim, 1e-5)?,
             lm_head: Linear::with_init(&b.pp("lm_head"), dim, vocab, init)?,
         })
@@ -169,10 +174,8 @@ impl Decoder {
     /// # Errors
     /// If an id is not in the vocabulary.
     pub(crate) fn loss(&self, ids: &Tensor, targets: &Tensor) -> Result<Loss> {
-        let mut x = self.embed_tokens.forward(ids)?;
-        for layer in &self.layers {
-            x = layer.forward(&x)?;
-        }
+        let embed = || self.embed_tokens.forward(ids);
+        let x = stage::through(&self.layers, embed, |layer, x| layer.forward(x))?;
         linear_cross_entropy(&self.lm_head, &self.norm.forward(&x)?, targets)
     }
 }

@@ -68,7 +68,7 @@ pub(crate) fn overlap(options: &OverlapBench) -> Result<()> {
         ));
     }
     let part = fabric.device_mesh().group(DATA_PARALLEL)?.rank() as u64;
-    let (ids, targets) = tokens(&size, [options.batch, options.seq], part)?;
+    let (ids, targets) = tokens(size.vocab, [options.batch, options.seq], part)?;
     let device = fabric.device();
     let ids = transfer::to_device(&ids, device, "batch")?;
     let targets = transfer::to_device(&targets, device, "batch")?;

@@ -8,6 +8,7 @@ use fulgurite_core::collective::ReduceOp;
 use fulgurite_core::config::ConfigLayers;
 use fulgurite_core::environment::{Variables, detect};
 use fulgurite_core::run::RunConfig;
+use serde::de::DeserializeOwned;
 use toml::Table;
 
 use fulgurite::prelude::*;
@@ -51,15 +52,15 @@ impl StrategyRanks {
 impl Ranks {
     /// Becomes a rank, under a fixed strategy.
     pub(super) fn launch(&self, strategy: &str, keys: &[String]) -> Result<Fabric> {
-        Fabric::from_config(&self.config(strategy, keys)?)?.launch()
+        Fabric::from_config(&self.config::<Table, Table>(strategy, keys)?)?.launch()
     }
 
     /// The configuration of a run on these ranks.
-    pub(super) fn config(
-        &self,
-        strategy: &str,
-        keys: &[String],
-    ) -> Result<RunConfig<Table, Table>> {
+    pub(super) fn config<M, D>(&self, strategy: &str, keys: &[String]) -> Result<RunConfig<M, D>>
+    where
+        M: DeserializeOwned + 'static,
+        D: DeserializeOwned + 'static,
+    {
         let variables = Variables::current();
         let started = match detect(&variables)? {
             Some(environment) => environment.build(&variables)?.creates_processes_externally(),

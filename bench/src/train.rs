@@ -114,7 +114,7 @@ pub(crate) fn train(options: &TrainBench) -> Result<()> {
     let pool: Vec<(Tensor, Tensor)> = (0..POOL * options.accumulate)
         .map(|i| {
             let (ids, targets) = tokens(
-                &size,
+                size.vocab,
                 [batch, seq],
                 i * data_parallel.size() as u64 + data_parallel.rank() as u64,
             )?;
@@ -299,7 +299,7 @@ fn report(options: &TrainBench, report: &Report) -> Result<()> {
 
 /// A batch of random ids, and the ids that follow them.
 pub(super) fn tokens(
-    size: &DecoderSize,
+    vocab: usize,
     [batch, seq]: [usize; 2],
     seed: u64,
 ) -> Result<(Tensor, Tensor)> {
@@ -309,7 +309,7 @@ pub(super) fn tokens(
         state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ (z >> 31)) % size.vocab as u64) as u32
+        ((z ^ (z >> 31)) % vocab as u64) as u32
     };
     let ids: Vec<u32> = (0..batch * (seq + 1)).map(|_| next()).collect();
     let ids = Tensor::from_vec(ids, (batch, seq + 1), &Device::Cpu)?;
@@ -327,8 +327,7 @@ mod tests {
 
     #[test]
     fn batches_equal_the_peers_batches() {
-        let size = DecoderSize { vocab: 1 << 16, dim: 2, layers: 1, heads: 1, kv_heads: 1, ffn: 1 };
-        let (ids, targets) = tokens(&size, [1, 2], 0).unwrap();
+        let (ids, targets) = tokens(1 << 16, [1, 2], 0).unwrap();
         // splitmix64 from 0, modulo the vocabulary, in order: like `decoder_tokens` in
         // benches/peer.
         let [first, second, third] =

@@ -1,4 +1,4 @@
-//! `fulgurite bench train`, `collectives`, `overlap` and `overhead`, as programs.
+//! `fulgurite bench train`, `pipeline`, `collectives`, `overlap` and `overhead`, as programs.
 
 use std::process::{Command, Output};
 
@@ -19,6 +19,29 @@ fn measured(args: &[&str]) -> Vec<Value> {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let lines = String::from_utf8(output.stdout).unwrap();
     lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+#[test]
+fn pipelines_against_their_simulation() {
+    let size = ["pipeline", "--json", "--workload", "tiny", "--seq", "16", "--batch", "1"];
+    let steps = ["--steps", "2", "--warmup", "1", "--micro-batches", "4"];
+    let rows = measured(&[&size[..], &steps].concat());
+    let [report] = rows.as_slice() else { panic!("{rows:?}") };
+    let schedules = report["schedules"].as_array().unwrap();
+    assert_eq!(schedules.len(), 6);
+    for row in schedules {
+        let number = |key: &str| row[key].as_f64().unwrap_or_else(|| panic!("{key}: {row}"));
+        assert!(number("step_s") > 0.0 && number("simulated_s") > 0.0, "{row}");
+        assert!((0.0..1.0).contains(&number("bubble")), "{row}");
+        assert!((0.0..1.0).contains(&number("simulated_bubble")), "{row}");
+        assert_eq!(number("loss"), schedules[0]["loss"].as_f64().unwrap(), "{row}");
+        let held = row["held_mib"].as_array().unwrap();
+        assert!(held.len() == 2 && held.iter().all(|mib| mib.as_f64().unwrap() > 0.0), "{row}");
+    }
+    assert_eq!(schedules[0]["in_flight"], serde_json::json!([4, 4]));
+    let output = bench(&["pipeline", "--micro-batches", "3", "--schedules", "dual_pipe_v"]);
+    let message = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && message.contains("at least two a rank"), "{message}");
 }
 
 #[test]

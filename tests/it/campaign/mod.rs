@@ -12,6 +12,7 @@ mod flips;
 mod kills;
 mod limits;
 mod losses;
+mod pipelines;
 mod readers;
 mod strangers;
 mod trials;
