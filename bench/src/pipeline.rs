@@ -41,7 +41,7 @@ pub struct PipelineBench {
     /// Steps that are timed
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..))]
     steps: u64,
-    /// Steps before those
+    /// Untimed steps before those
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..))]
     warmup: u64,
     /// As JSON on standard output
@@ -263,7 +263,7 @@ impl Hooks for HeldAtOnce {
         Ok(())
     }
 
-    /// Called for all micro-batches of the step behind the last backward.
+    /// Called for all micro-batches of the step after the last backward.
     fn on_train_batch_end(&mut self, _: &mut HookContext) -> Result<()> {
         let bytes = &mut *self.lock();
         bytes.most = bytes.most.max(memory::peak().saturating_sub(bytes.at_start));

@@ -5,6 +5,7 @@ use candle_core::Tensor;
 
 use super::backend::to_accumulation_dtype;
 use super::dropout::Mask;
+use super::gradients::add_to;
 use super::kernels::matmul::{self, InputGrad};
 use super::lora::{Lora, drop_elements};
 use super::product::{Product, ProductBackward};
@@ -85,7 +86,7 @@ impl DoraProduct {
                 None => None,
                 Some(dx) => match matmul::input_grad(&rest, &weight, InputGrad::New)? {
                     None => Some(dx),
-                    Some(own) => Some((dx + drop_elements(mask, &own)?)?),
+                    Some(own) => Some(add_to(dx, &drop_elements(mask, &own)?)?),
                 },
             }
         };
@@ -120,7 +121,8 @@ impl Product for DoraProduct {
         let mask = lora.mask(x)?;
         let dropped = drop_elements(mask.as_ref(), x)?;
         let base = matmul::linear(&dropped, weight, None)?;
-        let product = (&base + matmul::linear(&lora.inner(&dropped)?, &lora.b.value()?, None)?)?;
+        let change = matmul::linear(&lora.inner(&dropped)?, &lora.b.value()?, None)?;
+        let product = add_to(change, &base)?;
         let y = product.broadcast_mul(&factor)?;
         let y = match (&mask, bias) {
             (Some(_), bias) => (matmul::linear(x, weight, bias)? + (y - base)?)?,

@@ -1,17 +1,17 @@
 //! Dropout whose mask does not depend on the mesh.
 
-use candle_core::Tensor;
+use candle_core::{Tensor, WithDType as _};
 use rayon::prelude::*;
 
 use super::backend::{to_accumulation_dtype, uses_cpu_kernels};
-use super::host::{host, tensor, with_float};
+use super::host::{Element, Float, host, tensor, with_element};
 use super::styles::DropoutStyles;
 use crate::{Error, Result};
-use fulgurite_engine::autograd::storage;
 use fulgurite_engine::module::{ForwardScope, Module, ModuleBuilder};
 use fulgurite_engine::parallel::{LayerHandle, Layout};
 use fulgurite_engine::parameter::accumulation_dtype;
 use fulgurite_engine::random::{Purpose, Stream};
+use fulgurite_engine::simd::vectorized;
 
 /// Zeroes each element with probability `p` in training and scales the others by `1 / (1 - p)`.
 ///
@@ -132,14 +132,14 @@ impl ElementOffsets {
         })
     }
 
-    /// Fills `numbers` with the uniform random numbers of the elements from `start` on.
-    fn fill(&self, stream: &Stream, mut start: usize, numbers: &mut [f64]) {
-        let mut rest = numbers;
+    /// Fills `words` with the random words of the elements from `start` on.
+    fn fill(&self, stream: &Stream, mut start: usize, words: &mut [u32]) {
+        let mut rest = words;
         while !rest.is_empty() {
             let (row, column) = (start / self.row, start % self.row);
             let n = rest.len().min(self.row - column);
             let (now, later) = rest.split_at_mut(n);
-            stream.fill_uniform(self.starts[row] + column as u64, now);
+            stream.fill_words(self.starts[row] + column as u64, now);
             rest = later;
             start += n;
         }
@@ -164,32 +164,51 @@ fn masked(x: &Tensor, stream: &Stream, offsets: &ElementOffsets, p: f64) -> Resu
     }
     const PIECE: usize = 4096;
     let scale = 1.0 / (1.0 - p);
-    let numbers = |piece: usize, numbers: &mut [f64]| {
-        offsets.fill(stream, piece * PIECE, numbers);
+    // A word is a number in [0, 1) times 2^32.
+    let Some(last) = ((p * 4_294_967_296.0).ceil() as u64).checked_sub(1) else {
+        return Ok(x.copy()?); // p is 0
     };
-    let (dtype, wide) = (x.dtype(), to_accumulation_dtype(x)?);
-    if uses_cpu_kernels(&wide) {
-        let y = with_float!(wide.dtype(), T => {
-            let mut y = host(&wide)?.slice::<T>()?.to_vec();
+    let last = last as u32;
+    let words = |piece: usize, words: &mut [u32]| {
+        offsets.fill(stream, piece * PIECE, words);
+    };
+    if uses_cpu_kernels(x) {
+        let x = x.detach().contiguous()?;
+        return with_element!(x.dtype(), E => {
+            let scale = <E as Element>::Wide::from_f64(scale);
+            let mut y = host(&x)?.slice::<E>()?.to_vec();
             y.par_chunks_mut(PIECE).enumerate().for_each(|(i, y)| {
-                let mut u = [0f64; PIECE];
-                numbers(i, &mut u[..y.len()]);
-                for (y, u) in y.iter_mut().zip(u) {
-                    *y = if u < p { 0.0 as T } else { *y * scale as T };
-                }
+                let mut room = [0; PIECE];
+                let room = &mut room[..y.len()];
+                words(i, room);
+                drop_some(y, room, last, scale);
             });
-            tensor(y, wide.shape())
-        })?;
-        return storage::cast(&y, dtype);
+            tensor(y, x.shape())
+        });
     }
+    let (dtype, wide) = (x.dtype(), to_accumulation_dtype(x)?);
     let mut mask = vec![0f64; x.elem_count()];
     mask.par_chunks_mut(PIECE).enumerate().for_each(|(i, mask)| {
-        numbers(i, mask);
-        mask.iter_mut().for_each(|u| *u = if *u < p { 0.0 } else { scale });
+        let mut room = [0; PIECE];
+        let room = &mut room[..mask.len()];
+        words(i, room);
+        mask.iter_mut().zip(room).for_each(|(factor, word)| {
+            *factor = if *word <= last { 0.0 } else { scale };
+        });
     });
     let mask =
         tensor(mask, x.shape())?.to_dtype(accumulation_dtype(dtype))?.to_device(x.device())?;
     Ok((wide * mask)?.to_dtype(dtype)?)
+}
+
+vectorized! {
+    /// Zeroes the elements whose word is at most `last`, and scales the others.
+    fn drop_some[E: Element](y: &mut [E], words: &[u32], last: u32, scale: E::Wide) {
+        for (y, word) in y.iter_mut().zip(words) {
+            let kept = E::narrow(y.widen() * scale);
+            *y = if *word <= last { E::narrow(E::Wide::ZERO) } else { kept };
+        }
+    }
 }
 
 /// The mask of one call of a layer with dropout of its own input.

@@ -5,6 +5,7 @@ use candle_core::Tensor;
 use super::experts_config::{ExpertActivation, MixtureOfExpertsConfig};
 use super::experts_exchange::Exchange;
 use super::experts_router::{Choice, Router};
+use super::gradients::add_to;
 use super::kernels::activation::{gated, gated_backward};
 use super::kernels::grouped::{self, Groups};
 use super::kernels::routing::Routing;
@@ -54,7 +55,7 @@ impl Stack {
         let y = grouped::linear(x, &self.weight.value()?, groups)?;
         match &self.bias {
             None => Ok(y),
-            Some(bias) => Ok((y + grouped::spread(&bias.value()?, groups)?)?),
+            Some(bias) => add_to(y, &grouped::spread(&bias.value()?, groups)?),
         }
     }
 }

@@ -73,8 +73,8 @@ pub fn softplus(x: &Tensor) -> Result<Tensor> {
 
 /// `x + y`, of one shape and dtype: a residual connection.
 ///
-/// The values are those of candle's `x + y`. The gradient is handed to both inputs as it is. candle
-/// instead adds it to zeros for each of them, and its sums in bf16 are slow.
+/// The gradient is handed to both inputs as it is. candle's `x + y` adds it to zeros for each of
+/// them. Its sums in bf16 are slow, and on some CPUs lose denormals.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -87,7 +87,8 @@ pub fn softplus(x: &Tensor) -> Result<Tensor> {
 /// ```
 ///
 /// # Errors
-/// If shapes or dtypes differ. Under a tensor-parallel plan also if the layouts do.
+/// If shapes or dtypes differ. Under a tensor-parallel plan also if the layouts do, which with
+/// gradients is found by the layer that takes the sum.
 pub fn add(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     check_alike("add", x, y)?;
     record_function(&[x, y], autograd::sum(x, y)?, |_, grad| Ok(vec![Some(grad.clone()); 2]))

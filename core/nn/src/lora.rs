@@ -3,12 +3,14 @@
 use candle_core::{D, Tensor};
 
 use super::dropout::Mask;
+use super::gradients::add_to;
 use super::kernels::embedding::{column_lookup, column_lookup_grad, lookup, lookup_grad};
 use super::kernels::matmul::{self, InputGrad};
 use super::lookup::Lookup;
 use super::product::{Product, ProductBackward};
 use super::weight::Weight;
 use crate::Result;
+use fulgurite_engine::autograd::scale;
 use fulgurite_engine::module::{Adapters, ModuleBuilder, adapters_are_off};
 use fulgurite_engine::parallel::LayerHandle;
 use fulgurite_engine::parameter::{Init, Parameter};
@@ -80,7 +82,7 @@ impl Lora {
 
     /// `scale A x`.
     pub(super) fn inner(&self, x: &Tensor) -> Result<Tensor> {
-        Ok((matmul::linear(x, &self.a.value()?, None)? * self.scale)?)
+        scale(&matmul::linear(x, &self.a.value()?, None)?, self.scale)
     }
 
     /// Adds the gradients of the parameters, without ending their uses. Adds the gradient of `x` to
@@ -99,7 +101,7 @@ impl Lora {
         let Some(du) = matmul::input_grad(grad, &self.b.value()?, InputGrad::New)? else {
             return Ok(dx);
         };
-        let du = (du * self.scale)?;
+        let du = scale(&du, self.scale)?;
         matmul::weight_grad(&self.a, &x, &du)?;
         let Some(dx) = dx else { return Ok(None) };
         let a = self.a.value()?;
@@ -108,7 +110,7 @@ impl Lora {
         }
         let own = matmul::input_grad(&du, &a, InputGrad::New)?;
         Ok(match own {
-            Some(own) => Some((dx + drop_elements(mask, &own)?)?),
+            Some(own) => Some(add_to(dx, &drop_elements(mask, &own)?)?),
             None => Some(dx),
         })
     }
@@ -155,7 +157,7 @@ impl Product for LoraProduct {
         let y = matmul::linear(x, &self.weight.value()?, bias)?;
         let mask = self.lora.mask(x)?;
         let u = self.lora.inner(&drop_elements(mask.as_ref(), x)?)?;
-        let y = (y + matmul::linear(&u, &self.lora.b.value()?, None)?)?;
+        let y = add_to(y, &matmul::linear(&u, &self.lora.b.value()?, None)?)?;
         let Self { weight, lora } = self.clone();
         Ok((
             y,
@@ -190,7 +192,7 @@ impl LoraLookup {
 
     /// `scale A` of the ids.
     fn inner(&self, ids: &[u32]) -> Result<Tensor> {
-        Ok((column_lookup(ids, &self.lora.a.value()?)? * self.lora.scale)?)
+        scale(&column_lookup(ids, &self.lora.a.value()?)?, self.lora.scale)
     }
 }
 
@@ -208,18 +210,18 @@ impl Lookup for LoraLookup {
         if adapters_are_off() {
             return Ok(y);
         }
-        Ok((y + matmul::linear(&self.inner(ids)?, &self.lora.b.value()?, None)?)?)
+        add_to(y, &matmul::linear(&self.inner(ids)?, &self.lora.b.value()?, None)?)
     }
 
     fn backward(&self, ids: &[u32], grad: &Tensor) -> Result<()> {
-        let Lora { a, b, scale, .. } = &self.lora;
+        let Lora { a, b, .. } = &self.lora;
         lookup_grad(&self.weight, ids, grad)?;
         let grad = grad.reshape((ids.len(), grad.dim(D::Minus1)?))?;
         if b.takes_grad() {
             matmul::weight_grad(b, &self.inner(ids)?, &grad)?;
         }
         if let Some(du) = matmul::input_grad(&grad, &b.value()?, InputGrad::New)? {
-            column_lookup_grad(a, ids, &(du * *scale)?)?;
+            column_lookup_grad(a, ids, &scale(&du, self.lora.scale)?)?;
         }
         [a, b, &self.weight].into_iter().try_for_each(Parameter::end_use)
     }

@@ -4,6 +4,7 @@ use candle_core::{D, DType, Tensor};
 
 use super::backend::to_accumulation_dtype;
 use super::documents::Documents;
+use super::gradients::add_to;
 use super::input::{Dim, check_dims};
 use super::kernels::matmul::{self, InputGrad};
 use super::kernels::recurrent::{Cell, HiddenWeight, StepGrads, Steps};
@@ -393,7 +394,7 @@ impl Recurrent {
                 if let Some(part) = matmul::input_grad(&grads.inputs, &weight, into)? {
                     let part = self.in_order(at, &part)?;
                     dx = Some(match dx {
-                        Some(dx) => (dx + part)?,
+                        Some(dx) => add_to(dx, &part)?,
                         None => part,
                     });
                 }

@@ -12,6 +12,8 @@
 //! assert_eq!(stream.uniform(1_000_000), stream.uniform(1_000_000)); // any element, in any order
 //! ```
 
+use crate::simd::vectorized;
+
 /// The use of a random stream. Streams of different purposes are independent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
@@ -85,22 +87,38 @@ impl Stream {
         normals(self.block(index / 4))[(index % 4) as usize]
     }
 
+    /// Fills `out` with the words at `start ..`, several blocks at a time.
+    pub fn fill_words(&self, start: u64, out: &mut [u32]) {
+        let to_block = (start.wrapping_neg() % 4).min(out.len() as u64);
+        let (head, rest) = out.split_at_mut(to_block as usize);
+        head.iter_mut().zip(start..).for_each(|(word, index)| *word = self.word(index));
+        let at = start + to_block;
+        let (whole, tail) = rest.split_at_mut(rest.len() - rest.len() % (4 * LANES));
+        fill_blocks(whole, at / 4, self.high, self.key);
+        let blocks = (at + whole.len() as u64) / 4..;
+        for (block, words) in blocks.zip(tail.chunks_mut(4)) {
+            words.copy_from_slice(&self.block(block)[..words.len()]);
+        }
+    }
+
     /// Fills `out` with the uniform numbers at `start ..`.
     pub fn fill_uniform(&self, start: u64, out: &mut [f64]) {
-        self.fill(start, out, |words| words.map(unit));
+        let (mut words, mut start) = ([0; 1024], start);
+        for out in out.chunks_mut(words.len()) {
+            let words = &mut words[..out.len()];
+            self.fill_words(start, words);
+            out.iter_mut().zip(words).for_each(|(number, word)| *number = unit(*word));
+            start += out.len() as u64;
+        }
     }
 
     /// Fills `out` with the normal numbers at `start ..`.
     pub fn fill_normal(&self, start: u64, out: &mut [f64]) {
-        self.fill(start, out, normals);
-    }
-
-    fn fill(&self, start: u64, out: &mut [f64], f: impl Fn([u32; 4]) -> [f64; 4]) {
         let mut index = start;
         let mut rest = out;
         while !rest.is_empty() {
             let lane = (index % 4) as usize;
-            let values = f(self.block(index / 4));
+            let values = normals(self.block(index / 4));
             let n = rest.len().min(4 - lane);
             rest[..n].copy_from_slice(&values[lane..lane + n]);
             rest = &mut rest[n..];
@@ -180,16 +198,58 @@ fn normals(words: [u32; 4]) -> [f64; 4] {
     [w, x, y, z]
 }
 
+/// Blocks that are computed at a time.
+const LANES: usize = 16;
+
+vectorized! {
+    /// Fills `out`, whose length is a multiple of `4 * LANES`, with the blocks from `first` on.
+    #[allow(clippy::needless_range_loop, reason = "a lane is at one index of four arrays")]
+    fn fill_blocks[](out: &mut [u32], first: u64, high: [u32; 2], key: [u32; 2]) {
+        let mut block = first;
+        for out in out.chunks_exact_mut(4 * LANES) {
+            let mut counters = [[0; LANES], [0; LANES], [high[0]; LANES], [high[1]; LANES]];
+            for lane in 0..LANES {
+                let [low, up] = split(block + lane as u64);
+                (counters[0][lane], counters[1][lane]) = (low, up);
+            }
+            let mut key = key;
+            for _ in 0..10 {
+                for lane in 0..LANES {
+                    let counter = [0, 1, 2, 3].map(|word| counters[word][lane]);
+                    let next = round(counter, key);
+                    (0..4).for_each(|word| counters[word][lane] = next[word]);
+                }
+                key = next_key(key);
+            }
+            for lane in 0..LANES {
+                (0..4).for_each(|word| out[4 * lane + word] = counters[word][lane]);
+            }
+            block += LANES as u64;
+        }
+    }
+}
+
 fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     for _ in 0..10 {
-        let (h0, l0) = mul(0xD251_1F53, counter[0]);
-        let (h1, l1) = mul(0xCD9E_8D57, counter[2]);
-        counter = [h1 ^ counter[1] ^ key[0], l1, h0 ^ counter[3] ^ key[1], l0];
-        key = [key[0].wrapping_add(0x9E37_79B9), key[1].wrapping_add(0xBB67_AE85)];
+        counter = round(counter, key);
+        key = next_key(key);
     }
     counter
 }
 
+#[inline(always)]
+fn round(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
+    let (h0, l0) = mul(0xD251_1F53, counter[0]);
+    let (h1, l1) = mul(0xCD9E_8D57, counter[2]);
+    [h1 ^ counter[1] ^ key[0], l1, h0 ^ counter[3] ^ key[1], l0]
+}
+
+#[inline(always)]
+fn next_key(key: [u32; 2]) -> [u32; 2] {
+    [key[0].wrapping_add(0x9E37_79B9), key[1].wrapping_add(0xBB67_AE85)]
+}
+
+#[inline(always)]
 fn mul(a: u32, b: u32) -> (u32, u32) {
     let product = u64::from(a) * u64::from(b);
     ((product >> 32) as u32, product as u32)
@@ -237,6 +297,19 @@ mod tests {
             stream.fill_normal(start, &mut filled);
             let single: Vec<f64> = (0..11).map(|i| stream.normal(start + i)).collect();
             assert_eq!(filled, single);
+        }
+    }
+
+    #[test]
+    fn words_of_many_blocks_agree_with_single_ones() {
+        let stream = Stream::new(7, Purpose::Dropout, "w").child(3);
+        for start in [0, 1, 6, (1 << 34) - 30] {
+            for len in [0, 1, 3, 5, 63, 64, 200] {
+                let mut filled = vec![0; len];
+                stream.fill_words(start, &mut filled);
+                let single: Vec<u32> = (start..).take(len).map(|i| stream.word(i)).collect();
+                assert_eq!(filled, single, "{start} {len}");
+            }
         }
     }
 

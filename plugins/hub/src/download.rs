@@ -44,8 +44,8 @@ impl Hub {
     /// with its files. A download that was interrupted goes on where it ended. Several processes
     /// may download the same: each file is received by one.
     ///
-    /// Lengths are checked, and contents where the server gives their SHA-256, as it does of
-    /// weights. The name of a branch or tag is written last, so by it [`Cache::find`] finds what was
+    /// Lengths are checked, and contents by the hash that the server gives: SHA-256 of weights, and
+    /// of other files Git's hash or SHA-1. The name of a branch or tag is written last, so by it [`Cache::find`] finds what was
     /// downloaded to the end.
     ///
     /// # Errors
@@ -209,14 +209,17 @@ impl Hub {
             return wrong(part, format!("more bytes came than the {} announced", head.bytes));
         }
         let is_hash = head.etag.bytes().all(|b| b.is_ascii_hexdigit());
-        let (what, found) = match head.etag.len() {
+        let expected = head.etag.to_ascii_lowercase();
+        let (what, found) = match expected.len() {
             64 if is_hash => ("SHA-256", hash_of(Sha256::new(), part).map_err(io)?),
-            // Files that are in the repository itself have the hash that Git gives them.
-            40 if is_hash => ("Git hash", hash_of(git_blob(received), part).map_err(io)?),
+            // The Hub gives the hash that Git gives a file, and some mirrors the plain SHA-1.
+            40 if is_hash && hash_of(Sha1::new(), part).map_err(io)? != expected => {
+                ("Git hash", hash_of(git_blob(received), part).map_err(io)?)
+            }
             _ => return Ok(()),
         };
-        if found != head.etag.to_ascii_lowercase() {
-            return wrong(part, format!("its {what} is {found}, not {}", head.etag));
+        if found != expected {
+            return wrong(part, format!("its {what} is {found}, not {expected}"));
         }
         Ok(())
     }

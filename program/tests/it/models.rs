@@ -178,6 +178,11 @@ fn adapters_and_bf16_train_every_decoder() {
             let alone = train(ALONE, sets);
             assert!(alone[1..] != whole[1..], "{} trains all weights", decoder.display());
             assert_close(&what(sets[sets.len() - 1]), &train(MESHES[0], sets), &alone, TOLERANCE);
+            let cuts_sequences = MESHES[3];
+            if sets.len() == 1 && !has_experts(&decoder) {
+                let found = train(cuts_sequences, sets);
+                assert_close(&what("adapters of parts of a sequence"), &found, &alone, TOLERANCE);
+            }
         }
         // All layers of a block are called so.
         let same = train(ALONE, &[linear]);

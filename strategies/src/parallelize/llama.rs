@@ -143,7 +143,9 @@ impl LlamaPlan {
             }
         }
         for parameter in model.parameters() {
-            let (path, _) = parameter.fqn().rsplit_once('.').unwrap_or(("", parameter.fqn()));
+            // A layer's adapter computes from the layer's input and for its output.
+            let end = if parameter.is_adapter() { ".lora_" } else { "." };
+            let (path, _) = parameter.fqn().rsplit_once(end).unwrap_or(("", parameter.fqn()));
             // Attention sums the gradients of its own norms, and cuts its sinks by heads.
             let known = path.ends_with(".self_attn")
                 || path.ends_with(".self_attn.q_norm")

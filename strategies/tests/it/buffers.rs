@@ -457,4 +457,27 @@ fn buffer_names_and_shapes_are_checked() {
     let buffer = b.buffer("unset", [2], Init::ZEROS, options).unwrap();
     insta::assert_snapshot!(buffer.value().unwrap_err(), @"buffer `unset`: has no values: it is used before the model was set up");
     insta::assert_snapshot!(buffer.set(&Tensor::zeros(3, DType::F32, &Device::Cpu).unwrap()).unwrap_err(), @"buffer `unset`: has the shape [2] and is set to values of [3]");
+    let bias = b.buffer("bias", [2], Init::ZEROS, options.not_set_in_forward()).unwrap();
+    insta::assert_snapshot!(bias.set(&Tensor::zeros(2, DType::F32, &Device::Cpu).unwrap()).unwrap_err(), @"buffer `bias`: is set, as in a forward, and was declared with `not_set_in_forward`; `AfterStep::update` calls `overwrite`");
+}
+
+#[test]
+fn pipelines_take_buffers_that_forwards_leave() {
+    let set_up = |options: BufferOptions| {
+        run_ranks(2, |world| {
+            let pipeline = r#"{"type": "model_parallel", "pipeline_parallel_size": 2}"#;
+            let mut fabric = Fabric::new(world, strategy(pipeline)?, ModuleInit::default(), 1)?;
+            fabric.setup_module(|b| {
+                let layer = |i| b.unit(&format!("layers.{i}"), |b| Linear::new(b, 2, 2));
+                let layers = (0..2).map(layer).collect::<Result<Vec<_>>>()?;
+                b.stages(&["none"], &layers);
+                Ok((b.buffer("table", [2], Init::ONES, options)?, layers))
+            })?;
+            Ok(())
+        })
+    };
+    set_up(BufferOptions::default().not_set_in_forward()).unwrap();
+    set_up(BufferOptions::default().not_persistent()).unwrap();
+    let message = set_up(BufferOptions::default()).unwrap_err().to_string();
+    assert!(message.contains("forwards may set the buffer `table`"), "{message}");
 }

@@ -122,10 +122,10 @@ impl Case {
             "freeze = ['model.embed_tokens', 'model.layers.0']",
             "detect_anomaly = true",
         ];
-        if !has_experts && !mesh.contains("sequence_parallel") {
+        if !has_experts {
             options.push("adapters = { rank = 2, targets = 'all-linear' }");
         }
-        // The lists of some schedules exist for few numbers of micro-batches.
+        // Some schedules exist for some numbers of micro-batches only.
         let takes_any = pipeline.iter().any(|key| key.contains("'1f1b'"));
         if parts == 1 && takes_any {
             options.push("last_batch = 'partial'\nlimit_train_batches = 5");
@@ -188,8 +188,7 @@ fn one_of<T: Copy>(rng: &mut Rng, choices: &[T]) -> T {
     choices[rng.usize(..choices.len())]
 }
 
-/// The keys of a schedule that exists for these sizes, and its stages. Instead of keys, the lists of
-/// a schedule that is no known one.
+/// The keys of a schedule that exists for these sizes, or random lists; and the number of stages.
 fn schedule(
     rng: &mut Rng,
     ranks: usize,

@@ -14,12 +14,13 @@ use crate::Result;
 /// sums over those of a replica.
 pub trait AfterStep: Debug + Send + Sync {
     /// Returns this rank's values since the last call, and forgets them. Every rank returns equally
-    /// many. Also called, with the result unused, when a step is abandoned or skipped.
+    /// many. They are of this rank's forwards: zeros if another stage computes the layer. Also called, with the result unused, when a step is abandoned or skipped.
     fn take(&self) -> Vec<f64>;
 
     /// Changes the layer's buffers by the values' sums over the ranks, which are the same on each.
     /// Called on the ranks with other stages of a pipeline too. It changes them by
-    /// [`Buffer::overwrite`](crate::parameter::Buffer::overwrite).
+    /// [`Buffer::overwrite`](crate::parameter::Buffer::overwrite), and reads no parameter, which
+    /// ranks with other stages do not have.
     ///
     /// # Errors
     /// If the buffers cannot be changed.

@@ -337,7 +337,7 @@ pub(super) fn note_result(x: &Tensor, activation: Arc<Activation>) {
     }
 }
 
-/// The layout of what is computed, element by element, from these tensors, with [`lookup`] of each.
+/// The common layout of these tensors, with [`lookup`] of each.
 ///
 /// # Errors
 /// As [`lookup`], and if they have different layouts.

@@ -4,6 +4,7 @@ use candle_core::Tensor;
 
 use super::attention::{AttentionOutput, DotProductAttention};
 use super::sinks;
+use crate::gradients::add_to;
 use crate::{Error, Result};
 use fulgurite_engine::parallel::ContextParallel;
 
@@ -113,7 +114,7 @@ impl ContextAttention {
             let [dk, dv] = [dk.pad_with_zeros(1, 0, rest)?, dv.pad_with_zeros(1, 0, rest)?];
             sums = Some(match sums {
                 None => [dk, dv],
-                Some([k, v]) => [(k + dk)?, (v + dv)?],
+                Some([k, v]) => [add_to(k, &dk)?, add_to(v, &dv)?],
             });
         }
         let [dk, dv] = sums.ok_or_else(|| Error::other("a sequence has no positions"))?;

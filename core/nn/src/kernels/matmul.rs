@@ -8,7 +8,7 @@ use super::few_rows::{self, FEW};
 use crate::backend::{to_accumulation_dtype, uses_cpu_kernels};
 use crate::gemm::{Mat, Threads, gemm, product};
 use crate::gemm_bf16::Bf16Gemm;
-use crate::gradients::accumulate_host;
+use crate::gradients::{accumulate_host, add_to};
 use crate::host::{
     Element, Float, add_rows, host, rows_per_piece, tensor, with_element, with_float,
 };
@@ -285,7 +285,7 @@ pub(crate) fn input_grad(
 
 fn add(sum: Option<Tensor>, fresh: Option<Tensor>) -> Result<Option<Tensor>> {
     Ok(match (sum, fresh) {
-        (Some(sum), Some(fresh)) => Some((sum + fresh)?),
+        (Some(sum), Some(fresh)) => Some(add_to(fresh, &sum)?),
         (sum, fresh) => sum.or(fresh),
     })
 }

@@ -313,12 +313,13 @@ fn unfit_inputs_give_errors_or_empty_outputs() {
 #[test]
 fn functions_take_or_refuse_every_shape() {
     type Function = fn(&Tensor) -> Result<Tensor>;
-    let functions: [Function; 11] = [
+    let functions: [Function; 12] = [
         functional::softmax_last_dim,
         functional::silu,
         functional::gelu,
         functional::gelu_tanh,
         |x| functional::swiglu(x, x),
+        |x| functional::add(x, x),
         |x| functional::rms_norm(x, &Tensor::ones(4, x.dtype(), x.device())?, 1e-5),
         |x| functional::layer_norm(x, &Tensor::ones(4, x.dtype(), x.device())?, None, 1e-5),
         |x| functional::rope(x, &Tensor::ones((3, 2), x.dtype(), x.device())?, &x.ones_like()?),

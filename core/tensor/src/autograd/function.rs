@@ -11,7 +11,8 @@ use super::direct::{self, Gradient, Source};
 use super::{GradMode, is_grad_enabled, storage};
 use crate::{Error, Result};
 
-/// The backward of a [`function`]: from the output and its gradient to one gradient an input.
+/// The backward of a [`function`]: from the output and its gradient to one gradient an input. The
+/// output's gradient may be another function's too, so it must not be changed in place.
 ///
 /// `None`: the function gives this input no gradient. candle allows `None` for a `Var` (a
 /// parameter's token) and for inputs that need no gradient, and panics for other inputs.

@@ -34,6 +34,6 @@ pub use grad_mode::{is_grad_enabled, no_grad};
 pub use saved::collect_saved;
 pub use saved::save_for_backward;
 #[doc(hidden)]
-pub use sum::{add_to, sum};
+pub use sum::{add_to, scale, sum};
 pub use variables::refuse_variables;
 pub use wrong_gradients::refuse_wrong_gradients;

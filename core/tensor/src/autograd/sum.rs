@@ -1,4 +1,4 @@
-//! Sums of two tensors on all threads of the CPU, vectorised for bf16. On CPUs with AVX512-BF16,
+//! Sums of two tensors, and products with numbers, on all threads of the CPU, vectorised for bf16. On CPUs with AVX512-BF16,
 //! candle converts every eight elements of bf16 in a function call, and rounds denormals to zero.
 
 use candle_core::{DType, Tensor};
@@ -6,7 +6,7 @@ use half::{bf16, f16};
 
 use super::storage::{HostElement, with_host, with_host_mut};
 use crate::Result;
-use crate::simd::{Half, map2, update};
+use crate::simd::{Half, map, map2, update};
 
 /// Evaluates `$body` with `$T` as the element's type and `$add` as its sum, rounded to nearest
 /// even. Evaluates `$other` for dtypes that candle adds.
@@ -53,8 +53,8 @@ fn sum_of_elements<T: HostElement + bytemuck::Zeroable + Send + Sync>(
     Ok(Tensor::from_vec(values, a.shape(), a.device())?)
 }
 
-/// Returns `a + b` in new memory, outside the graph. As `a + b` of candle, which computes it for
-/// GPUs, and for tensors in other layouts or of integers.
+/// Returns `a + b` in new memory, outside the graph. candle computes it on GPUs, of integers, and of
+/// tensors that are not contiguous.
 ///
 /// # Errors
 /// If the shapes, dtypes or devices differ.
@@ -67,8 +67,8 @@ pub fn sum(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     with_sum!(a.dtype(), (T, add) => sum_of_elements::<T>(&a, &b, add), Ok((a + b)?))
 }
 
-/// Returns `sum + x`, of one shape and dtype, outside the graph. The memory of `sum` may be reused,
-/// so `sum` must not have another user, and `x` must use other memory.
+/// Returns `sum + x`, of one shape and dtype, for a `sum` outside of any graph. The memory of `sum`
+/// may be reused, so `sum` must not have another user, and `x` must use other memory.
 ///
 /// # Errors
 /// As [`sum`](sum()).
@@ -82,6 +82,39 @@ pub fn add_to(sum: Tensor, x: &Tensor) -> Result<Tensor> {
         with_host(&x, |x: &[T]| with_host_mut(&sum, |sum: &mut [T]| update(sum, x, add)))??;
         Ok(sum)
     }, Ok((sum.detach() + x)?))
+}
+
+/// Returns `factor * x` outside the graph, computed in f32 for 16-bit floats and rounded to nearest
+/// even: PyTorch's product of a tensor and a number. candle rounds the factor to the tensor's dtype.
+/// The result is `x` itself if the factor is 1, and else in new memory.
+///
+/// # Errors
+/// If candle cannot multiply the dtype.
+pub fn scale(x: &Tensor, factor: f64) -> Result<Tensor> {
+    let x = x.detach();
+    if factor == 1.0 {
+        return Ok(x);
+    }
+    let on_host = x.device().is_cpu() && x.elem_count() > 0 && x.is_contiguous();
+    let narrow = factor as f32;
+    match x.dtype() {
+        DType::F32 if on_host => mapped(&x, |x: f32| x * narrow),
+        DType::BF16 if on_host => mapped(&x, |x: bf16| bf16::narrow(x.widen() * narrow)),
+        DType::F16 if on_host => mapped(&x, |x: f16| f16::narrow(x.widen() * narrow)),
+        DType::BF16 | DType::F16 => {
+            let wide = (super::storage::cast(&x, DType::F32)? * factor)?;
+            super::storage::cast(&wide, x.dtype())
+        }
+        _ => Ok((x * factor)?),
+    }
+}
+
+fn mapped<T: HostElement + bytemuck::Zeroable + Send + Sync>(
+    x: &Tensor,
+    f: impl Fn(T) -> T + Copy + Sync,
+) -> Result<Tensor> {
+    let values = with_host(x, |x: &[T]| map(x, f))?;
+    Ok(Tensor::from_vec(values, x.shape(), x.device())?)
 }
 
 #[cfg(test)]
@@ -134,6 +167,17 @@ mod tests {
         let x = Tensor::from_vec(vec![tiny; 64], 64, &Device::Cpu).unwrap();
         let twice = sum(&x, &x).unwrap().to_vec1::<bf16>().unwrap();
         assert_eq!(twice, vec![bf16::from_bits(6); 64]);
+    }
+
+    #[test]
+    fn factors_keep_their_precision() {
+        let x = values(0.0);
+        assert_eq!(bits(&scale(&x, 1.2).unwrap()), bits(&(&x * 1.2).unwrap()));
+        let half = x.to_dtype(DType::BF16).unwrap();
+        let wide = (half.to_dtype(DType::F32).unwrap() * 1.2).unwrap();
+        let expected = bits(&wide.to_dtype(DType::BF16).unwrap());
+        assert_eq!(bits(&scale(&half, 1.2).unwrap()), expected);
+        assert_ne!(bits(&(&half * 1.2).unwrap()), expected, "candle rounds the factor");
     }
 
     #[test]

@@ -146,11 +146,7 @@ pub const KEYS: &[Key] = &[
     ),
     key("swiglu_alpha", KeyKind::Number, "Factor of the gate in the sigmoid of gpt-oss's experts."),
     key("swiglu_limit", KeyKind::Number, "Bound of the projections in gpt-oss's experts."),
-    key(
-        "decoder_sparse_step",
-        KeyKind::Size(1 << 14),
-        "Every how manieth of Qwen's layers has experts.",
-    ),
+    key("decoder_sparse_step", KeyKind::Size(1 << 14), "Every n-th of Qwen's layers has experts."),
     key("mlp_only_layers", KeyKind::List, "The indices of Qwen's layers without experts."),
     key(
         "output_router_logits",
@@ -257,13 +253,13 @@ pub const KEYS: &[Key] = &[
         KeyKind::List,
         "The type of each layer: \"full_attention\" or \"sliding_attention\".",
     ),
-    key("sliding_window_pattern", LAYERS, "Every how manieth of Gemma 3's layers has no window."),
+    key("sliding_window_pattern", LAYERS, "Every n-th of Gemma 3's layers has no window."),
     key(
         "no_rope_layers",
         KeyKind::List,
         "For each layer 1 if it has a rotary embedding, and 0 if not.",
     ),
-    key("no_rope_layer_interval", LAYERS, "Every how manieth layer has no rotary embedding."),
+    key("no_rope_layer_interval", LAYERS, "Every n-th layer has no rotary embedding."),
     key("query_pre_attn_scalar", KeyKind::Number, "Attention scores are divided by its root."),
     key("attn_logit_softcapping", KeyKind::Number, "Soft limit of the attention scores."),
     key("final_logit_softcapping", KeyKind::Number, "Soft limit of the logits."),
@@ -292,11 +288,7 @@ pub const KEYS: &[Key] = &[
     key("pad_token_id", KeyKind::Integer, "The id of padding."),
     key("position_embedding_type", KeyKind::Text, "The kind of positions of BERT: \"absolute\"."),
     key("local_attention", POSITIONS, "Width of ModernBERT's window, both sides together."),
-    key(
-        "global_attn_every_n_layers",
-        LAYERS,
-        "Every how manieth of ModernBERT's layers has no window.",
-    ),
+    key("global_attn_every_n_layers", LAYERS, "Every n-th of ModernBERT's layers has no window."),
     key(
         "global_rope_theta",
         KeyKind::Number,

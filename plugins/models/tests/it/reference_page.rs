@@ -16,8 +16,8 @@ const INTRODUCTION: &str = "# Keys of models and data
 <!-- Generated from the declarations. To renew: UPDATE_DOCS=1 cargo test -p fulgurite-models reference_page -->
 
 The tables `[model]` and `[data]` of the modules that `module.type` names. A program with a module of its own has
-that module's keys instead. `[model]` takes the keys of the model's family, and refuses the others. The keys of
-`image_classification`, a feature, are in [loading data](../guides/loading-data.md).
+that module's keys instead. `[model]` takes the keys of the model's family, and refuses the others. `fulgurite fit
+--set module.type=image_classification --help` lists the keys of pictures, in programs with the feature `images`.
 
 ";
 

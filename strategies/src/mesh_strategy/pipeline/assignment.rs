@@ -53,9 +53,9 @@ impl Assignment {
         };
         if let Some(buffer) = tree.persistent_buffers().find(|buffer| buffer.is_set_in_forward()) {
             return Err(Error::Config(format!(
-                "`trainer.strategy.pipeline_parallel_size`: forwards set the buffer `{}`, which checkpoints save, and \
-                 stages do not exchange buffers. A buffer that is constant or set after steps is declared with \
-                 `BufferOptions::not_set_in_forward`",
+                "`trainer.strategy.pipeline_parallel_size`: forwards may set the buffer `{}`, which checkpoints save, \
+                 and stages do not exchange buffers. A buffer that is constant, or set after steps alone, is declared \
+                 with `BufferOptions::not_set_in_forward`",
                 buffer.fqn()
             )));
         }

@@ -1,4 +1,4 @@
-use candle_core::{Device, Tensor};
+use candle_core::{Device, Tensor, Var};
 use fulgurite_core::nn::functional::*;
 
 use super::harness::{Params, check, flat, randn};
@@ -25,6 +25,29 @@ fn activations() {
     check(std::slice::from_ref(&x), &Params::none(), &|x| gelu(&x[0]));
     check(std::slice::from_ref(&x), &Params::none(), &|x| gelu_tanh(&x[0]));
     check(&[x, randn("u", &[3, 5, 7])], &Params::none(), &|x| swiglu(&x[0], &x[1]));
+}
+
+#[test]
+fn sums() {
+    check(&[randn("x", &[3, 5]), randn("u", &[3, 5])], &Params::none(), &|x| add(&x[0], &x[1]));
+    check(&[randn("x", &[3, 5])], &Params::none(), &|x| add(&x[0], &x[0]));
+}
+
+/// Both terms are outputs of functions, which get one gradient tensor, and one has another user.
+#[test]
+fn large_sums_share_a_gradient() {
+    let x = Var::from_tensor(&randn("x", &[300, 128])).unwrap();
+    let gradient = |sum: &dyn Fn(&Tensor, &Tensor) -> Tensor| {
+        let (a, b) = (silu(&x).unwrap(), gelu(&x).unwrap());
+        let y = sum(&sum(&a, &b), &silu(&a).unwrap());
+        let grads = swiglu(&y, &a).unwrap().sum_all().unwrap().backward().unwrap();
+        flat(grads.get(&x).unwrap())
+    };
+    let own = gradient(&|a, b| add(a, b).unwrap());
+    let candles = gradient(&|a, b| (a + b).unwrap());
+    for (own, candles) in own.iter().zip(candles) {
+        assert!((own - candles).abs() <= 1e-12 * candles.abs().max(1.0), "{own} {candles}");
+    }
 }
 
 /// A formula of `relu` and `abs` has another slope at 0.
@@ -100,6 +123,10 @@ fn wrong_shapes_are_named() {
     insta::assert_snapshot!(
         swiglu(&x, &randn("u", &[4, 2])).unwrap_err(),
         @"swiglu takes two tensors of one shape and dtype, got [2, 4] F64 and [4, 2] F64"
+    );
+    insta::assert_snapshot!(
+        add(&x, &randn("u", &[1, 4])).unwrap_err(),
+        @"add takes two tensors of one shape and dtype, got [2, 4] F64 and [1, 4] F64"
     );
     insta::assert_snapshot!(
         rope(&x, &randn("c", &[2, 4]), &randn("s", &[2, 2])).unwrap_err(),
