@@ -172,7 +172,7 @@ fn masked(x: &Tensor, stream: &Stream, offsets: &ElementOffsets, p: f64) -> Resu
     let words = |piece: usize, words: &mut [u32]| {
         offsets.fill(stream, piece * PIECE, words);
     };
-    if uses_cpu_kernels(x) {
+    if uses_cpu_kernels(x) && x.dtype().is_float() {
         let x = x.detach().contiguous()?;
         return with_element!(x.dtype(), E => {
             let scale = <E as Element>::Wide::from_f64(scale);

@@ -470,7 +470,7 @@ fn pipelines_take_buffers_that_forwards_leave() {
             fabric.setup_module(|b| {
                 let layer = |i| b.unit(&format!("layers.{i}"), |b| Linear::new(b, 2, 2));
                 let layers = (0..2).map(layer).collect::<Result<Vec<_>>>()?;
-                b.stages(&["none"], &layers);
+                b.stages(&[] as &[&str], &layers);
                 Ok((b.buffer("table", [2], Init::ONES, options)?, layers))
             })?;
             Ok(())
