@@ -55,11 +55,23 @@ pub struct PipelineBench {
 /// If ranks cannot be started, a schedule does not exist for these sizes, or a step fails.
 pub(crate) fn pipeline(options: &PipelineBench) -> Result<()> {
     let size = options.size.decoder(Workload::M30)?;
+    if options.ranks.ranks < 2 {
+        return Err(Error::Config("bench pipeline needs stages on --ranks 2 or more".into()));
+    }
     let names: Vec<&str> = options.schedules.iter().map(String::as_str).collect();
     let kinds = Type::ALL.into_iter().filter(|kind| names.contains(&kind.name()));
     let runs = kinds.map(|kind| {
         let of_rank = kind.stages_per_rank();
         let schedule = Schedule::new(kind, options.ranks.ranks, of_rank, options.micro_batches)?;
+        if schedule.stages() > size.layers {
+            return Err(Error::Config(format!(
+                "{} on {} ranks has {} stages, and the decoder {} layers; each stage needs one (--layers)",
+                kind.name(),
+                options.ranks.ranks,
+                schedule.stages(),
+                size.layers
+            )));
+        }
         Ok((kind, schedule, options.config(kind, &size)?))
     });
     // All of them are checked before the first begins.
@@ -339,7 +351,7 @@ struct Row {
     simulated_bubble: f64,
     /// By rank, the most micro-batches of a stage held at once, by simulation.
     in_flight: Vec<usize>,
-    /// By rank, the most memory above that of the step's start.
+    /// By rank, the most memory in a step, less what was held at its start.
     held_mib: Vec<f64>,
     loss: f64,
 }

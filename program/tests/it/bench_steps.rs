@@ -39,9 +39,16 @@ fn pipelines_against_their_simulation() {
         assert!(held.len() == 2 && held.iter().all(|mib| mib.as_f64().unwrap() > 0.0), "{row}");
     }
     assert_eq!(schedules[0]["in_flight"], serde_json::json!([4, 4]));
-    let output = bench(&["pipeline", "--micro-batches", "3", "--schedules", "dual_pipe_v"]);
-    let message = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success() && message.contains("at least two a rank"), "{message}");
+    for (wrong, said) in [
+        (&["--micro-batches", "3", "--schedules", "dual_pipe_v"][..], "at least two a rank"),
+        (&["--ranks", "1"], "--ranks 2 or more"),
+        (&["--layers", "3", "--schedules", "zb_v"], "4 stages, and the decoder 3 layers"),
+    ] {
+        let output = bench(&[&["pipeline"], wrong].concat());
+        let message = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && message.contains(said), "{message}");
+        assert!(!message.contains("rank 0"), "{message}");
+    }
 }
 
 #[test]

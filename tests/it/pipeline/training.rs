@@ -246,7 +246,7 @@ pub fn random_lists(random: &mut fastrand::Rng, ranks: usize, micro_batches: usi
     lists.iter().map(|list| list.join(",") + "\n").collect()
 }
 
-/// Bit for bit, but for the order in which the norm is summed.
+/// Compares bits. The norm is summed in another order, and compared to 1e-12.
 pub fn assert_same(what: &str, run: &Run, expected: &Run) {
     assert_eq!(run.losses, expected.losses, "{what}");
     assert_eq!(run.weights, expected.weights, "{what}");

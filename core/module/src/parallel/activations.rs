@@ -442,8 +442,9 @@ pub(super) fn latest() -> [Option<Arc<Activation>>; 2] {
 mod tests {
     use candle_core::{Device, Var};
 
+    use super::super::layer::record_function;
     use super::*;
-    use fulgurite_tensor::autograd::function;
+    use fulgurite_tensor::autograd::{function, no_grad};
 
     fn activation(layout: Layout) -> Arc<Activation> {
         Arc::new(Activation {
@@ -508,6 +509,28 @@ mod tests {
         assert!(takes_gradient(&sum));
         let grads = sum.sum_all().unwrap().backward().unwrap();
         assert!(grads.get(&trained).is_some());
+    }
+
+    #[test]
+    fn functions_without_a_graph_refuse_mixed_layouts() {
+        with_plan();
+        let owners = [RecordOwner::new(), RecordOwner::new()];
+        let new = |layout, owner| {
+            let y = Tensor::ones((2, 4), DType::F32, &Device::Cpu).unwrap();
+            mark(y, activation(layout), owner).unwrap()
+        };
+        let [a, b] = [&owners[0], &owners[1]].map(|owner| new(Layout::SEQUENCE, owner));
+        let other = new(Layout::LAST, &owners[1]);
+        let _no_grad = no_grad();
+        let function = |inputs: &[&Tensor]| {
+            let y = Tensor::ones((2, 4), DType::F32, &Device::Cpu).unwrap();
+            record_function(inputs, y, |_, _| Ok(Vec::new()))
+        };
+        assert_eq!(layout(&function(&[&a, &b]).unwrap()), Some(Layout::SEQUENCE));
+        for inputs in [[&a, &other], [&other, &a]] {
+            let message = function(&inputs).unwrap_err().to_string();
+            assert!(message.contains("a function"), "{message}");
+        }
     }
 
     #[test]

@@ -627,8 +627,8 @@ fn without_constants(inputs: &[&Tensor]) -> Vec<Tensor> {
 /// parameters and keep the layout.
 ///
 /// # Errors
-/// If candle fails. Where no graph is recorded, also if the inputs have different layouts; elsewhere
-/// the layer that takes the output finds it.
+/// If candle fails. Without a graph, also if the inputs have different layouts. With one, the layer
+/// that takes the output refuses them.
 pub fn record_function(
     inputs: &[&Tensor],
     output: Tensor,

@@ -1,5 +1,6 @@
-//! Sums of two tensors, and products with numbers, on all threads of the CPU, vectorised for bf16. On CPUs with AVX512-BF16,
-//! candle converts every eight elements of bf16 in a function call, and rounds denormals to zero.
+//! Sums of two tensors, and products with numbers, on all threads of the CPU, vectorised for bf16.
+//! On CPUs with AVX512-BF16, candle converts every eight elements of bf16 in a function call, and
+//! rounds denormals to zero.
 
 use candle_core::{DType, Tensor};
 use half::{bf16, f16};
