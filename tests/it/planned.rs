@@ -3,6 +3,7 @@
 use std::process::Command;
 use std::sync::Mutex;
 
+use fulgurite::core::module::stage;
 use fulgurite::core::run_plan::RunPlan;
 use fulgurite::core::trainer::SaveRequest;
 use fulgurite::prelude::*;
@@ -83,4 +84,49 @@ fn dry_runs_neither_save_nor_tell() {
     assert_eq!((plan.world_size, plan.parameters), (1, 1));
     // One rank is run, two steps of it.
     assert_eq!(*CALLED.lock().unwrap(), ["step", "step"]);
+}
+
+/// Units of 8, 4, 2 and 1 columns.
+struct Narrowing {
+    layers: Vec<Unit<Linear>>,
+}
+
+impl LightningModule for Narrowing {
+    type Config = NoKeys;
+    type Data = Numbers;
+
+    fn configure_model(_: &NoKeys, b: &ModuleBuilder) -> Result<Self> {
+        let widths = [1, 8, 4, 2, 1];
+        let layer =
+            |i: usize| b.unit(&format!("layers.{i}"), |b| Linear::new(b, widths[i], widths[i + 1]));
+        let layers = (0..4).map(layer).collect::<Result<Vec<_>>>()?;
+        b.stages::<Linear>(&[] as &[&str], &layers);
+        Ok(Self { layers })
+    }
+
+    fn training_step(&mut self, x: &Tensor, _: &mut StepContext) -> Result<Loss> {
+        let y = stage::through(&self.layers, || Ok(x.clone()), |layer, x| layer.forward(x))?;
+        Ok(Loss::new(y.sqr()?.sum_all()?, x.dim(0)? as f64))
+    }
+}
+
+impl Hooks<Numbers> for Narrowing {}
+
+/// The second rank tells what its stages give after the first rank was run dry.
+#[test]
+fn stages_may_give_different_shapes() {
+    let strategy = r#"trainer.strategy={type="model_parallel",pipeline_parallel_size=2,pipeline_schedule="interleaved_1f1b"}"#;
+    let layers = ["trainer.devices=2", strategy, "trainer.accumulate_grad_batches=2"];
+    let layers = layers.iter().try_fold(ConfigLayers::new(), |layers, set| layers.set(set));
+    let run = RunConfig::<NoKeys, NoKeys>::from_layers(layers.unwrap()).unwrap();
+    let plan = RunPlan::of::<Narrowing>(&run, 2, &|| None).unwrap();
+    let sent = |group: &str| {
+        let of = plan.collectives.iter().find(|one| one.group == group && one.op == "send");
+        of.map(|one| (one.calls, one.bytes)).unwrap()
+    };
+    // For each of 2 micro-batches of 2 rows, each message has a head of 128 bytes. Forwards go from
+    // stage 0 to 1 (8 columns) and from 2 to 3 (2), backwards from 2 to 1 (4).
+    assert_eq!(sent("pipeline 0 to 1"), (12, 2 * (3 * 128 + 2 * 4 * (8 + 2 + 4))));
+    assert_eq!(sent("pipeline 1 to 0"), (12, 2 * (3 * 128 + 2 * 4 * (8 + 2 + 4))));
+    assert_eq!((plan.parameters, plan.micro_batches), (8 + 32 + 8 + 2, 2));
 }

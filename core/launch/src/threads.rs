@@ -1,5 +1,7 @@
 //! The compute threads of a rank.
 
+use std::panic::resume_unwind;
+
 use rayon::ThreadPoolBuilder;
 
 use super::process::PROCESS;
@@ -46,9 +48,44 @@ pub(super) fn install_compute_pool(threads: usize) {
     }
 }
 
+/// The stack of a thread that runs a rank; a process's first thread has as much.
+const STACK_BYTES: usize = 8 << 20;
+
+/// Runs `f` on a thread of its own, which has as many compute threads as this one, and waits for
+/// it. What threads keep for themselves, such as buffers for products, is new for `f`.
+///
+/// # Errors
+/// If the thread cannot be started.
+///
+/// # Panics
+/// If `f` does.
+pub fn on_own_threads<R: Send>(name: String, f: impl FnOnce() -> R + Send) -> std::io::Result<R> {
+    let threads = rayon::current_num_threads();
+    let run = move || {
+        let pool = ThreadPoolBuilder::new().num_threads(threads).use_current_thread().build();
+        let result = f();
+        drop(pool);
+        result
+    };
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().name(name).stack_size(STACK_BYTES);
+        Ok(thread.spawn_scoped(scope, run)?.join().unwrap_or_else(|panic| resume_unwind(panic)))
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn own_threads_are_as_many() {
+        let here = std::thread::current().id();
+        let (there, threads) = on_own_threads("own".to_owned(), || {
+            (std::thread::current().id(), rayon::current_num_threads())
+        })
+        .unwrap();
+        assert!(there != here && threads == rayon::current_num_threads());
+    }
 
     #[test]
     fn bound_ranks_do_not_share_their_cores() {

@@ -69,7 +69,9 @@ fn plans_write_no_files() {
 fn runs_take_what_was_planned() {
     let dir = tempfile::tempdir().unwrap();
     let fsdp = r#"trainer.strategy={type="fsdp",reshard_after_forward=false}"#;
-    let cases: [&[&str]; 10] = [
+    let pipeline = r#"trainer.strategy={type="model_parallel",pipeline_parallel_size=2}"#;
+    let halves = r#"trainer.strategy={type="model_parallel",pipeline_parallel_size=2,pipeline_schedule="zb_h1"}"#;
+    let cases: [&[&str]; 13] = [
         &[],
         &["trainer.precision=bf16-mixed", "trainer.ema_decay=0.9"],
         &["trainer.activation_checkpointing=full", "trainer.accumulate_grad_batches=2"],
@@ -87,6 +89,20 @@ fn runs_take_what_was_planned() {
             "trainer.devices=4",
             r#"trainer.strategy={type="model_parallel",tensor_parallel_size=2,parallelize="llama"}"#,
         ],
+        &[
+            "trainer.devices=2",
+            pipeline,
+            "trainer.accumulate_grad_batches=3",
+            "model.tie_word_embeddings=true",
+        ],
+        &[
+            "trainer.devices=2",
+            halves,
+            "trainer.accumulate_grad_batches=4",
+            "model.num_hidden_layers=4",
+        ],
+        // The pipeline's two ranks of a stage share its parameters.
+        &["trainer.devices=4", pipeline, "trainer.accumulate_grad_batches=2"],
     ];
     for case in cases {
         let run = fulgurite("fit", dir.path(), case, &["--output", "json"]);

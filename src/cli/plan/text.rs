@@ -67,7 +67,7 @@ fn times(text: &mut String, outlook: &Outlook) {
     let source = if outlook.measured { "" } else { ", whose numbers nobody measured here" };
     let _ = writeln!(
         text,
-        "\non {}{source}:\n  a step {}: {} computing, {} waiting for collectives (which take {})\n  \
+        "\non {}{source}:\n  a step {}: {} computing, {} waiting for other ranks (collectives take {})\n  \
          {:.0} items/s, {:.1} % of the operations are the model's own (MFU)",
         outlook.hardware,
         secs(outlook.step_s),

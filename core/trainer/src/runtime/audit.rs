@@ -8,9 +8,9 @@ use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use fulgurite_config::ConfigType;
 use fulgurite_engine::collective::{ReduceOp, all_gather_object};
-use fulgurite_engine::execution::read;
+use fulgurite_engine::execution::{dry_run, read};
 use fulgurite_engine::mesh::TENSOR_PARALLEL;
-use fulgurite_engine::parameter::{Parameter, UnusedBecause};
+use fulgurite_engine::parameter::{Parameter, ParameterSlot, UnusedBecause};
 use fulgurite_engine::shard::Placement;
 use serde::{Deserialize, Serialize};
 
@@ -92,7 +92,11 @@ impl StrategyRuntime {
         }
         let own: Vec<_> =
             slots.iter().zip(delivered).filter(|(slot, _)| is_of(slot, optimizer)).collect();
-        let used: Vec<u8> = own.iter().map(|(_, used)| u8::from(**used)).collect();
+        // The ranks of other stages do not answer a dry run.
+        let is_dry = dry_run::is_on();
+        let is_used = |slot: &ParameterSlot, used: bool| used || is_dry && slot.is_elsewhere();
+        let used: Vec<u8> =
+            own.iter().map(|(slot, used)| u8::from(is_used(slot, **used))).collect();
         let n = used.len();
         let used = Tensor::from_vec(used, n, &Device::Cpu)?;
         self.mesh().world().all_reduce(&used, ReduceOp::Max)?.wait()?;

@@ -7,6 +7,7 @@ use candle_core::{DType, Tensor};
 use super::runtime::StrategyRuntime;
 use crate::{Error, Result};
 use fulgurite_engine::autograd::{refuse_variables, refuse_wrong_gradients};
+use fulgurite_engine::execution::dry_run;
 use fulgurite_engine::module::stage::{Computed, StageEnd};
 use fulgurite_engine::strategy::{Loss, Pipeline};
 
@@ -18,13 +19,20 @@ impl StrategyRuntime {
 
     /// Runs a step's forwards and backwards: `run` computes them, with
     /// [`backward_of_stage`](Self::backward_of_stage). Collective.
-    pub(crate) fn in_pipeline(&self, run: impl FnOnce() -> Result<()>) -> Result<()> {
+    pub(crate) fn in_pipeline(
+        &self,
+        pipeline: &dyn Pipeline,
+        run: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
         let context = self.context()?;
         {
             let state = &mut *self.lock_state()?;
-            // Ranks without the last stage have a loss of zero.
+            // Ranks without the last stage have a loss of zero. In a dry run the last stage does
+            // not answer, and a step in which nothing counts would be skipped.
             let zero = Tensor::zeros((), DType::F64, self.tree()?.parameters()[0].device())?;
-            let nothing = Loss::new(zero.clone(), 0.0);
+            let is_last = pipeline.group().rank() == pipeline.last_rank();
+            let count = if dry_run::is_on() && !is_last { 1.0 } else { 0.0 };
+            let nothing = Loss::new(zero.clone(), count);
             for step in &mut state.steps {
                 step.add(&nothing, &zero, true)?;
             }

@@ -87,6 +87,19 @@ impl Executor {
         counts
     }
 
+    /// The message that an action needs, and the stage that it comes from.
+    fn needed(&self, Action { stage, kind, micro_batch }: Action) -> Option<(Key, usize)> {
+        match kind {
+            Kind::Forward if stage > 0 => {
+                Some(((Direction::Forward, stage, micro_batch), stage - 1))
+            }
+            Kind::Backward | Kind::BackwardInput if stage + 1 < self.assignment.stages.len() => {
+                Some(((Direction::Backward, stage, micro_batch), stage + 1))
+            }
+            _ => None,
+        }
+    }
+
     /// The stage that an action's result goes to.
     fn target(&self, action: Action) -> Option<Key> {
         let last = self.assignment.stages.len() - 1;
@@ -120,13 +133,28 @@ struct Step<'a> {
 const MOST_SENT: usize = 8;
 
 impl Step<'_> {
-    /// The tensor that a stage of this rank gets from its neighbour.
-    fn take(&mut self, key: Key, neighbour: usize) -> Result<Border> {
-        let executor = self.executor;
-        if executor.assignment.rank_of_stage[neighbour] != executor.group.rank() {
-            return self.inbox.take(key);
+    /// The rank that a message comes from, if it is not this one.
+    fn sender(&self, neighbour: usize) -> Option<usize> {
+        let from = self.executor.assignment.rank_of_stage[neighbour];
+        (from != self.executor.group.rank()).then_some(from)
+    }
+
+    /// Lets a dry run have what an action will need. In a real run it may come that early.
+    fn expect(&mut self, action: Option<&Action>) -> Result<()> {
+        let needed = action.and_then(|action| self.executor.needed(*action));
+        match needed.and_then(|(key, neighbour)| Some((key, self.sender(neighbour)?))) {
+            Some((key, from)) => self.inbox.expect(key, from),
+            None => Ok(()),
         }
-        self.handed.remove(&key).ok_or_else(|| {
+    }
+
+    /// What a stage of this rank gets from its neighbour for an action.
+    fn take(&mut self, action: Action) -> Result<Option<Border>> {
+        let Some((key, neighbour)) = self.executor.needed(action) else { return Ok(None) };
+        if self.sender(neighbour).is_some() {
+            return self.inbox.take(key).map(Some);
+        }
+        self.handed.remove(&key).map(Some).ok_or_else(|| {
             Error::other(format!(
                 "the pipeline's schedule computes stage {} before stage {neighbour} for micro-batch {}",
                 key.1, key.2
@@ -154,19 +182,11 @@ impl Step<'_> {
         let stages = &self.executor.assignment.stages;
         let result = match kind {
             Kind::Forward => {
-                let key = (Direction::Forward, stage, micro_batch);
-                let input = match stage {
-                    0 => None,
-                    _ => Some(self.take(key, stage - 1)?),
-                };
+                let input = self.take(action)?;
                 work.forward((stage, &stages[stage]), micro_batch, input)?
             }
             Kind::Backward | Kind::BackwardInput => {
-                let key = (Direction::Backward, stage, micro_batch);
-                let grad = match stage + 1 == stages.len() {
-                    true => None,
-                    false => Some(self.take(key, stage + 1)?.tensor),
-                };
+                let grad = self.take(action)?.map(|border| border.tensor);
                 let leaves_weights = kind == Kind::BackwardInput;
                 let grad = work.backward(stage, micro_batch, grad, leaves_weights)?;
                 grad.map(|tensor| Border { tensor, form: None })
@@ -199,7 +219,10 @@ impl Pipeline for Executor {
         let mut step = Step { executor: self, inbox, handed, sent };
         self.slots().for_each(ParameterSlot::hold);
         let mut ended = vec![0; self.assignment.stages.len()];
-        for action in actions.iter().filter(|action| action.kind.computes()) {
+        let mut actions = actions.iter().filter(|action| action.kind.computes()).peekable();
+        step.expect(actions.peek().copied())?;
+        while let Some(action) = actions.next() {
+            step.expect(actions.peek().copied())?;
             let slots = &self.assignment.slots[action.stage];
             let ends = matches!(action.kind, Kind::Backward | Kind::BackwardWeight);
             ended[action.stage] += usize::from(ends);

@@ -4,7 +4,8 @@
 //! second only receives. A thread receives what comes in a step, so a rank's sends never wait for
 //! what the other computes, and no order of actions can make two ranks wait for each other's
 //! messages. A message is a head of fixed size, which says what follows, and a tensor: lengths
-//! may differ from micro-batch to micro-batch.
+//! may differ from micro-batch to micro-batch. In a dry run nothing comes: the rank receives what
+//! [`DryBorders`] says.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -12,9 +13,10 @@ use std::thread::JoinHandle;
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_engine::collective::{Label, ProcessGroup, Work};
-use fulgurite_engine::execution::read;
+use fulgurite_engine::execution::{self, dry_run, read};
 use fulgurite_engine::module::stage::Border;
 use fulgurite_engine::parallel::Layout;
+use fulgurite_engine::strategy::DryBorders;
 use fulgurite_error::{Error, Result};
 
 use super::assignment::pair;
@@ -79,6 +81,9 @@ impl Links {
         let _label = Label::enter(format!("stage {}, micro-batch {}", key.1, key.2));
         let of_head = group.send(&head, 1)?;
         let tensor = border.tensor.detach().contiguous()?;
+        if let (Direction::Forward, Some(borders)) = (key.0, dry_borders()?) {
+            borders.note(key.1, key.2, border);
+        }
         let of_tensor = group.send(&tensor, 1)?;
         Ok(Sent { works: [of_head, of_tensor], _held: [head, tensor] })
     }
@@ -92,6 +97,11 @@ impl Links {
 
     /// Receives on threads: this many messages of each rank.
     pub(super) fn receive_all(&self, counts: &BTreeMap<usize, usize>) -> Result<Inbox> {
+        if let Some(borders) = dry_borders()? {
+            let (incoming, device) = (self.incoming.clone(), self.device.clone());
+            let messages = HashMap::new();
+            return Ok(Inbox::Dry(DryInbox { borders, incoming, device, messages }));
+        }
         let arrived = Arc::new(Arrived::default());
         let mut threads = Vec::new();
         for (from, &count) in counts {
@@ -110,8 +120,17 @@ impl Links {
             let thread = std::thread::Builder::new().name(format!("from stage rank {from}"));
             threads.push(thread.spawn(receive).map_err(Error::other)?);
         }
-        Ok(Inbox { arrived, threads })
+        Ok(Inbox::Real { arrived, threads })
     }
+}
+
+/// What borders are in a dry run; `None` in a real one.
+fn dry_borders() -> Result<Option<Arc<DryBorders>>> {
+    if !dry_run::is_on() {
+        return Ok(None);
+    }
+    let missing = || Error::other("a dry run of a pipeline needs `DryBorders` in its context");
+    execution::value::<DryBorders>().ok_or_else(missing).map(Some)
 }
 
 fn not_linked(rank: usize) -> Error {
@@ -133,13 +152,21 @@ impl Sent {
 /// Messages that have come, or will.
 ///
 /// If the step fails, its threads end with their groups, which fail too.
-pub(super) struct Inbox {
-    arrived: Arc<Arrived>,
-    threads: Vec<JoinHandle<()>>,
+pub(super) enum Inbox {
+    Real { arrived: Arc<Arrived>, threads: Vec<JoinHandle<()>> },
+    Dry(DryInbox),
+}
+
+/// Messages that come when a dry run expects them.
+pub(super) struct DryInbox {
+    borders: Arc<DryBorders>,
+    incoming: BTreeMap<usize, Arc<dyn ProcessGroup>>,
+    device: Device,
+    messages: HashMap<Key, ([Work; 2], Border)>,
 }
 
 #[derive(Default)]
-struct Arrived {
+pub(super) struct Arrived {
     messages: Mutex<Messages>,
     changed: Condvar,
 }
@@ -172,9 +199,21 @@ impl Arrived {
 }
 
 impl Inbox {
+    /// Receives a message early in a dry run. A real run's threads do that.
+    pub(super) fn expect(&mut self, key: Key, from: usize) -> Result<()> {
+        match self {
+            Self::Real { .. } => Ok(()),
+            Self::Dry(inbox) => inbox.expect(key, from),
+        }
+    }
+
     /// Waits for a message.
-    pub(super) fn take(&self, key: Key) -> Result<Border> {
-        let mut messages = self.arrived.lock();
+    pub(super) fn take(&mut self, key: Key) -> Result<Border> {
+        let arrived = match self {
+            Self::Real { arrived, .. } => arrived,
+            Self::Dry(inbox) => return inbox.take(key),
+        };
+        let mut messages = arrived.lock();
         loop {
             if let Some(border) = messages.waiting.remove(&key) {
                 return Ok(border);
@@ -183,16 +222,41 @@ impl Inbox {
                 let again = || Error::other("a stage of the pipeline has failed before");
                 return Err(messages.error.take().unwrap_or_else(again));
             }
-            messages = self.arrived.changed.wait(messages).expect("no panic while it is held");
+            messages = arrived.changed.wait(messages).expect("no panic while it is held");
         }
     }
 
     /// Waits for the threads, after all messages were taken.
     pub(super) fn finish(self) -> Result<()> {
-        for thread in self.threads {
+        let Self::Real { threads, .. } = self else { return Ok(()) };
+        for thread in threads {
             thread.join().map_err(|_| Error::other("a thread of the pipeline panicked"))?;
         }
         Ok(())
+    }
+}
+
+impl DryInbox {
+    fn expect(&mut self, key: Key, from: usize) -> Result<()> {
+        if self.messages.contains_key(&key) {
+            return Ok(());
+        }
+        let (direction, stage, micro_batch) = key;
+        // A gradient has the form of what the next stage got.
+        let getting = if direction == Direction::Forward { stage } else { stage + 1 };
+        let group = self.incoming.get(&from).ok_or_else(|| not_linked(from))?;
+        let of_head = group.recv(&Tensor::zeros(HEAD, DType::F64, &Device::Cpu)?, 0)?;
+        let border = self.borders.border(getting, micro_batch, &self.device)?;
+        let of_tensor = group.recv(&border.tensor, 0)?;
+        self.messages.insert(key, ([of_head, of_tensor], border));
+        Ok(())
+    }
+
+    fn take(&mut self, key: Key) -> Result<Border> {
+        let missing = || Error::other("a dry run of a pipeline takes what it did not expect");
+        let (works, border) = self.messages.remove(&key).ok_or_else(missing)?;
+        works.into_iter().try_for_each(Work::wait)?;
+        Ok(border)
     }
 }
 

@@ -13,6 +13,8 @@ use crate::trainer::session::Session;
 use crate::{Error, Result};
 use fulgurite_engine::autograd::detect_anomaly;
 use fulgurite_engine::data::StepSamples;
+use fulgurite_engine::execution::dry_run;
+use fulgurite_engine::memory;
 use fulgurite_engine::module::ForwardScope;
 use fulgurite_engine::module::stage::{Border, Computed, Stage, StageEnd};
 use fulgurite_engine::parallel::explain_mismatch;
@@ -43,7 +45,8 @@ impl Session {
         let (computed, left) = (HashMap::new(), HashMap::new());
         let mut work = TrainingWork { fabric, runner, ctx, batches: &batches, computed, left };
         let runtime = &fabric.runtime;
-        let result = runtime.in_pipeline(|| pipeline.train(of_step.micro_batches, &mut work));
+        let result =
+            runtime.in_pipeline(pipeline, || pipeline.train(of_step.micro_batches, &mut work));
         self.runner.forget_kept_batches();
         result?;
         for micro_batch in 0..of_step.micro_batches as u64 {
@@ -87,6 +90,7 @@ impl StageWork for TrainingWork<'_> {
         ctx.begin_batch(micro_batch as u64, samples, is_padding);
         ctx.is_muted = !stage.is_last();
         let step = ctx.step;
+        mark("forward", index, micro_batch);
         let of_stage = stage.run(input.as_ref(), || {
             let loss = runner.kept_training_step(micro_batch, ctx, &mut |forward| {
                 let scope = fabric.scope(true, step, first_sample);
@@ -117,6 +121,7 @@ impl StageWork for TrainingWork<'_> {
         let Some(computed) = self.computed.remove(&(stage, micro_batch)) else {
             return Err(Error::other("a stage's backward comes before its forward"));
         };
+        mark("backward", stage, micro_batch);
         let (step, first_sample) = (self.ctx.step, self.batches[micro_batch].first_sample);
         let _scope = self.fabric.forward_scope(true, step, first_sample);
         let located =
@@ -131,8 +136,16 @@ impl StageWork for TrainingWork<'_> {
     }
 
     fn weights(&mut self, stage: usize, micro_batch: usize) -> Result<()> {
+        mark("gradients of weights", stage, micro_batch);
         let _phase = self.fabric.measurements().phase("backward");
         let left = self.left.remove(&(stage, micro_batch));
         left.map_or(Ok(()), LaterGradients::compute)
+    }
+}
+
+/// Begins a part of a planned step.
+fn mark(part: &str, stage: usize, micro_batch: usize) {
+    if dry_run::is_on() {
+        memory::mark(&format!("{part} of stage {stage}, micro-batch {micro_batch}"));
     }
 }

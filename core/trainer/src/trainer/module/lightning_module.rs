@@ -67,7 +67,7 @@ pub type RunConfigOf<M> =
 /// forward under FSDP gathers parameters, so it must run on all ranks or none.
 pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'static {
     /// The `[model]` table of a configuration file. Use `#[serde(deny_unknown_fields, default)]`.
-    type Config: Serialize + DeserializeOwned + Default + Clone;
+    type Config: Serialize + DeserializeOwned + Default + Clone + Send + Sync;
 
     /// The data module. Modules that work with several data modules are generic over them.
     type Data: DataModule;

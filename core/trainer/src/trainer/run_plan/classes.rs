@@ -15,14 +15,17 @@ pub(super) struct RankClass {
     pub(super) count: usize,
 }
 
-/// Returns the classes of a mesh's ranks, by the first rank of each.
+/// Returns the classes of a mesh's ranks, by the first rank of each, and the class of each rank.
 ///
 /// Ranks are told apart by the sizes of their parts of each parameter after each of its cuts. So a
 /// mesh whose sizes divide evenly has one class, of any number of ranks.
 ///
 /// # Errors
 /// If the mesh lacks a rank.
-pub(super) fn rank_classes(mesh: &DeviceMesh, specs: &[ShardSpec]) -> Result<Vec<RankClass>> {
+pub(super) fn rank_classes(
+    mesh: &DeviceMesh,
+    specs: &[ShardSpec],
+) -> Result<(Vec<RankClass>, Vec<usize>)> {
     let mut dims: Vec<&str> = Vec::new();
     for cut in specs.iter().flat_map(|spec| &spec.cuts) {
         if !dims.contains(&cut.mesh_dim.as_str()) {
@@ -30,27 +33,31 @@ pub(super) fn rank_classes(mesh: &DeviceMesh, specs: &[ShardSpec]) -> Result<Vec
         }
     }
     // Ranks at one place along the cut dimensions hold the same parts.
-    let mut places: HashMap<Vec<usize>, RankClass> = HashMap::new();
-    for rank in 0..mesh.layout().world_size() {
+    let world_size = mesh.layout().world_size();
+    let mut places: HashMap<Vec<usize>, Vec<usize>> = HashMap::new();
+    for rank in 0..world_size {
         let at: Result<Vec<usize>> = dims.iter().map(|dim| mesh.coordinate_of(rank, dim)).collect();
-        places.entry(at?).or_insert(RankClass { rank, count: 0 }).count += 1;
+        places.entry(at?).or_default().push(rank);
     }
-    let mut classes: HashMap<Vec<usize>, RankClass> = HashMap::new();
-    for (at, place) in places {
+    let mut of_sizes: HashMap<Vec<usize>, Vec<usize>> = HashMap::new();
+    for (at, ranks) in places {
         let along = |dim: &str| dims.iter().position(|known| *known == dim).map_or(0, |i| at[i]);
         // What is left after each cut: ranks gather parts that a later cut has made.
         let after = |spec: &ShardSpec| -> Vec<usize> {
             let cut = |n| ShardSpec { shape: spec.shape.clone(), cuts: spec.cuts[..n].to_vec() };
             (1..=spec.cuts.len()).flat_map(|n| cut(n).region(along).sizes).collect()
         };
-        let sizes = specs.iter().flat_map(after).collect();
-        let class = classes.entry(sizes).or_insert(RankClass { rank: place.rank, count: 0 });
-        class.rank = class.rank.min(place.rank);
-        class.count += place.count;
+        of_sizes.entry(specs.iter().flat_map(after).collect()).or_default().extend(ranks);
     }
-    let mut classes: Vec<_> = classes.into_values().collect();
-    classes.sort_by_key(|class| class.rank);
-    Ok(classes)
+    let mut ranks: Vec<Vec<usize>> = of_sizes.into_values().collect();
+    ranks.iter_mut().for_each(|ranks| ranks.sort_unstable());
+    ranks.sort_unstable();
+    let mut class_of = vec![0; world_size];
+    for (class, ranks) in ranks.iter().enumerate() {
+        ranks.iter().for_each(|rank| class_of[*rank] = class);
+    }
+    let class = |ranks: &Vec<usize>| RankClass { rank: ranks[0], count: ranks.len() };
+    Ok((ranks.iter().map(class).collect(), class_of))
 }
 
 #[cfg(test)]
@@ -67,7 +74,8 @@ mod tests {
         let world = Arc::new(DryRunGroup::world(0, ranks));
         let mesh = DeviceMesh::new(layout, world).unwrap();
         let cut = Cut::new(DATA_PARALLEL_SHARD, ranks, Placement::Shard(0));
-        let classes = rank_classes(&mesh, &[ShardSpec::new(vec![rows, 3]).with_cut(cut)]).unwrap();
+        let (classes, _) =
+            rank_classes(&mesh, &[ShardSpec::new(vec![rows, 3]).with_cut(cut)]).unwrap();
         classes.iter().map(|class| (class.rank, class.count)).collect()
     }
 
@@ -86,8 +94,9 @@ mod tests {
         // Columns of 3 and 2 rows, cut into 2 and 1, and into 1 and 1.
         let spec = ShardSpec::new(vec![5]).with_cut(cut(TENSOR_PARALLEL));
         let specs = [spec.with_cut(cut(DATA_PARALLEL_SHARD))];
-        let classes = rank_classes(&mesh, &specs).unwrap();
+        let (classes, class_of) = rank_classes(&mesh, &specs).unwrap();
         let found: Vec<_> = classes.iter().map(|class| (class.rank, class.count)).collect();
         assert_eq!(found, [(0, 1), (1, 2), (2, 1)]);
+        assert_eq!(class_of, [0, 1, 2, 1]);
     }
 }

@@ -3,9 +3,7 @@
 use serde::Serialize;
 
 use super::hardware::Hardware;
-use super::rank_run::PlannedGroup;
-use super::timing::{StepTime, step_time};
-use fulgurite_engine::execution::dry_run::Happening;
+use super::timing::{Recorded, StepTime, step_times};
 
 /// Times on [`Hardware`]. Made by [`RunPlan::on`](super::RunPlan::on).
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -19,7 +17,7 @@ pub struct Outlook {
     pub step_s: f64,
     /// Of these, seconds of computing.
     pub compute_s: f64,
-    /// Of these, seconds of waiting for collectives.
+    /// Of these, seconds of waiting for collectives and other stages.
     pub wait_s: f64,
     /// Seconds of the step's collectives, hidden or not.
     pub communication_s: f64,
@@ -58,12 +56,10 @@ pub(super) struct Facts {
 
 pub(super) fn outlook(
     facts: &Facts,
-    ranks: &[(&[Happening], &[PlannedGroup])],
+    (recorded, class_of): (&[Recorded], &[usize]),
     hardware: &Hardware,
 ) -> Outlook {
-    let times = ranks
-        .iter()
-        .map(|(happenings, groups)| step_time(happenings, groups, hardware, facts.ranks_per_host));
+    let times = step_times(recorded, class_of, hardware, facts.ranks_per_host).into_iter();
     let slowest = times.max_by(|a, b| a.step_s.total_cmp(&b.step_s)).unwrap_or_default();
     let StepTime { step_s, compute_s, wait_s, communication_s, .. } = slowest;
     let sharing = (facts.ranks_per_host as f64 / hardware.devices_per_host as f64).max(1.0);
@@ -110,6 +106,7 @@ pub(super) fn outlook(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use fulgurite_engine::execution::dry_run::Happening;
 
     const TABLE: &str = r#"
         name = "round numbers"
@@ -126,8 +123,9 @@ mod tests {
 
     /// Four ranks on two hosts, a step of two seconds.
     fn outlook_of(facts: &Facts) -> Outlook {
-        let step = [Happening::Pass { bytes: 2_000_000_000 }];
-        outlook(facts, &[(&step, &[])], &Hardware::parse(TABLE, "test").unwrap())
+        let happenings = vec![Happening::Pass { bytes: 2_000_000_000 }];
+        let recorded = [Recorded { happenings, groups: Vec::new() }];
+        outlook(facts, (&recorded, &[0; 4]), &Hardware::parse(TABLE, "test").unwrap())
     }
 
     fn facts() -> Facts {

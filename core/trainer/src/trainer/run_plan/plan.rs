@@ -9,14 +9,13 @@ use serde::Serialize;
 use super::classes::{RankClass, rank_classes};
 use super::hardware::Hardware;
 use super::outlook::{Facts, Outlook, outlook};
-use super::rank_run::PlannedGroup;
 use super::rank_run::{RankRun, run_rank};
+use super::timing::Recorded;
 use crate::trainer::{LightningModule, MakeParallelize, RunConfigOf};
 use crate::{Error, Result};
-use fulgurite_engine::execution::dry_run::Happening;
 use fulgurite_engine::memory::{self, Held, MemoryKind, TracePoint, Traced};
 use fulgurite_engine::mesh::DP_CP;
-use fulgurite_engine::strategy::ParallelizeFn;
+use fulgurite_engine::strategy::{DryBorders, ParallelizeFn};
 
 /// The time that a plan may take at the start of a run.
 const BRIEF: Duration = Duration::from_secs(5);
@@ -59,7 +58,10 @@ pub struct RunPlan {
     facts_of_step: StepFacts,
     /// What happened in the step of a rank of each class.
     #[serde(skip)]
-    recorded: Vec<(Vec<Happening>, Vec<PlannedGroup>)>,
+    recorded: Vec<Recorded>,
+    /// The class of each rank.
+    #[serde(skip)]
+    class_of: Vec<usize>,
 }
 
 /// What times depend on besides the record.
@@ -160,9 +162,7 @@ impl RunPlan {
             checkpoint_bytes,
             steps,
         };
-        let ranks: Vec<_> =
-            self.recorded.iter().map(|(of, groups)| (&of[..], &groups[..])).collect();
-        let outlook = outlook(&facts, &ranks, hardware);
+        let outlook = outlook(&facts, (&self.recorded, &self.class_of), hardware);
         self.step_s = Some(outlook.step_s);
         self.outlook = Some(outlook);
         self
@@ -177,24 +177,36 @@ impl RunPlan {
         let parallelize: Option<Arc<dyn ParallelizeFn>> = parallelize().map(Arc::from);
         let held_before = memory::held();
         let end = limit.map(|limit| Instant::now() + limit);
-        let dry = |rank| run_rank::<M>(run, parallelize.clone(), (rank, world_size), end);
-        let Some(first) = dry(0)? else { return Ok(None) };
-        let classes = match &first.model.mesh {
-            Some(mesh) => rank_classes(mesh, &first.model.specs)?,
-            None => vec![RankClass { rank: 0, count: world_size }],
+        let borders = DryBorders::default();
+        let dry = |rank| run_rank::<M>(run, parallelize.clone(), (rank, world_size), &borders, end);
+        let (classes, class_of, runs) = loop {
+            let Some(first) = dry(0)? else { return Ok(None) };
+            let (classes, class_of) = match &first.model.mesh {
+                Some(mesh) => rank_classes(mesh, &first.model.specs)?,
+                None => (vec![RankClass { rank: 0, count: world_size }], vec![0; world_size]),
+            };
+            let mut runs = vec![first];
+            for class in &classes[1..] {
+                let Some(run) = dry(class.rank)? else { return Ok(None) };
+                runs.push(run);
+            }
+            // Each round knows what one more stage gives.
+            if borders.were_guessed_wrong() {
+                continue;
+            }
+            match runs.iter_mut().find_map(|run| run.failed.take()) {
+                Some(error) => return Err(error),
+                None => break (classes, class_of, runs),
+            }
         };
-        let model = first.model.clone();
-        let mut runs = vec![first];
-        for class in &classes[1..] {
-            let Some(run) = dry(class.rank)? else { return Ok(None) };
-            runs.push(run);
-        }
+        let model = runs[0].model.clone();
         let nodes = run.trainer.num_nodes;
         let ranks_per_host = world_size.div_ceil(nodes.max(1));
         let collectives = collectives(&classes, &runs, ranks_per_host);
         // Ranks along the other dimensions have the same items.
         let loss_ranks = model.mesh.as_ref().map_or(Ok(1), |mesh| mesh.size(DP_CP))?;
-        let items = model.items * loss_ranks as f64;
+        let of_rank = runs.iter().map(|run| run.model.items).fold(0.0, f64::max);
+        let items = of_rank * loss_ranks as f64;
         let ranks: Vec<_> = classes.iter().zip(&runs).map(|of| rank_plan(of.0, of.1)).collect();
         Ok(Some(Self {
             held_before,
@@ -216,7 +228,11 @@ impl RunPlan {
                 ranks_per_host,
                 steps: run.trainer.max_steps,
             },
-            recorded: runs.into_iter().map(|run| (run.happenings, run.groups)).collect(),
+            recorded: runs
+                .into_iter()
+                .map(|RankRun { happenings, groups, .. }| Recorded { happenings, groups })
+                .collect(),
+            class_of,
         }))
     }
 }

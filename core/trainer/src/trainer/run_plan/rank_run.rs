@@ -14,13 +14,14 @@ use crate::{Error, Result};
 use fulgurite_engine::collective::{
     Collective, DryRunGroup, End, Intercepted, Interceptor, ProcessGroup, Record, Solo, Work,
 };
-use fulgurite_engine::execution;
 use fulgurite_engine::execution::dry_run::{DryRun, Happening};
+use fulgurite_engine::execution::{self, ExecutionContext};
 use fulgurite_engine::memory::{self, Trace, Traced};
 use fulgurite_engine::mesh::DeviceMesh;
 use fulgurite_engine::module::ModuleTree;
 use fulgurite_engine::shard::ShardSpec;
-use fulgurite_engine::strategy::{Loss, ParallelizeFn};
+use fulgurite_engine::strategy::{DryBorders, Loss, ParallelizeFn};
+use fulgurite_launch::on_own_threads;
 
 /// Steps of a dry run, which is cut off after the reported one. That is neither the first, nor
 /// logged, nor the last.
@@ -57,6 +58,8 @@ pub(super) struct RankRun {
     /// What happened in the reported step, in order.
     pub(super) happenings: Vec<Happening>,
     pub(super) model: Model,
+    /// Why it made no step, if the model was set up before.
+    pub(super) failed: Option<Error>,
 }
 
 /// What a dry run has learned of the model and its mesh.
@@ -69,7 +72,7 @@ pub(super) struct Model {
     pub(super) mesh: Option<DeviceMesh>,
     /// Micro-batches of the reported step.
     pub(super) micro_batches: u64,
-    /// Items that its losses counted on this rank.
+    /// Items that its losses counted on this rank; 0 on ranks without the last stage.
     pub(super) items: f64,
     /// Bytes of a checkpoint: parameters and the optimizers' state.
     pub(super) checkpoint_bytes: u64,
@@ -116,14 +119,36 @@ fn dry<M: LightningModule>(run: &RunConfigOf<M>) -> Result<RunConfigOf<M>> {
     Ok(run)
 }
 
-/// Runs `rank` of `world_size` ranks dry. `None` if it is not done at `end`.
+/// Runs `rank` of `world_size` ranks dry. `None` if it is not done at `end`. Ranks of a pipeline
+/// tell each other in `borders` what their stages give.
+///
+/// The rank has threads of its own, so that the buffers that threads keep for products are among
+/// its memory.
 ///
 /// # Errors
-/// As a run.
+/// As a run, before its first step.
+///
+/// # Panics
+/// If the module does.
 pub(super) fn run_rank<M: LightningModule>(
     run: &RunConfigOf<M>,
     parallelize: Option<Arc<dyn ParallelizeFn>>,
+    at: (usize, usize),
+    borders: &DryBorders,
+    end: Option<Instant>,
+) -> Result<Option<RankRun>> {
+    let context = ExecutionContext::current();
+    on_own_threads(format!("dry rank {}", at.0), || {
+        context.run(|| run_here::<M>(run, parallelize, at, borders, end))
+    })
+    .map_err(Error::other)?
+}
+
+fn run_here<M: LightningModule>(
+    run: &RunConfigOf<M>,
+    parallelize: Option<Arc<dyn ParallelizeFn>>,
     (rank, world_size): (usize, usize),
+    borders: &DryBorders,
     end: Option<Instant>,
 ) -> Result<Option<RankRun>> {
     let run = dry::<M>(run)?;
@@ -147,10 +172,11 @@ pub(super) fn run_rank<M: LightningModule>(
     let quiet = end.map(|_| tracing::subscriber::set_default(NoSubscriber::default()));
     let brief = end.map(|_| execution::enter(Brief::default()));
     let of_data = execution::value::<Brief>();
+    let borders = execution::enter(borders.clone());
     let trace = Trace::start_reserving();
     let dry = log.run.enter();
     let result = trainer.fit::<M>(&run);
-    drop((dry, brief, quiet));
+    drop((dry, borders, brief, quiet));
     let unread_bytes = of_data.map_or(0, |brief| brief.unread_bytes());
     drop(trainer);
     let memory = trace.map(Trace::finish);
@@ -158,12 +184,14 @@ pub(super) fn run_rank<M: LightningModule>(
     if seen.is_late {
         return Ok(None);
     }
-    if seen.happenings.is_none() {
-        result.map(drop)?;
-    }
-    let happenings = seen
-        .happenings
-        .ok_or_else(|| Error::other("the dry run made no step: the run has no second step"))?;
+    let (happenings, failed) = match (seen.happenings, result) {
+        (Some(happenings), _) => (happenings, None),
+        (None, Err(error)) if seen.model.mesh.is_some() => (Vec::new(), Some(error)),
+        (None, Err(error)) => return Err(error),
+        (None, Ok(_)) => {
+            return Err(Error::other("the dry run made no step: the run has no second step"));
+        }
+    };
     let mut calls = BTreeMap::<_, Record>::new();
     for happening in &happenings {
         if let Happening::Start { group, op, bytes, .. } = happening {
@@ -173,7 +201,8 @@ pub(super) fn run_rank<M: LightningModule>(
         }
     }
     let groups = log.groups().clone();
-    Ok(Some(RankRun { memory, unread_bytes, calls, groups, happenings, model: seen.model }))
+    let model = seen.model;
+    Ok(Some(RankRun { memory, unread_bytes, calls, groups, happenings, model, failed }))
 }
 
 /// What the callback has seen.
@@ -218,14 +247,6 @@ impl Callback for Watch {
 impl Hooks for Watch {
     fn on_train_start(&mut self, ctx: &mut HookContext) -> Result<()> {
         let fabric = ctx.fabric();
-        if fabric.device_mesh().pipeline().is_some() {
-            self.seen().is_late = self.end.is_some();
-            return Err(Error::Config(
-                "`trainer.strategy.pipeline_parallel_size`: a plan does not cover pipelines; \
-                 `fulgurite schedule show` tells the order of the stages' work, its bubble and what ranks hold"
-                    .to_owned(),
-            ));
-        }
         let tree = fabric.module_tree()?;
         let mut model = Model { mesh: Some(fabric.device_mesh().clone()), ..Model::default() };
         for parameter in tree.parameters() {
@@ -251,10 +272,7 @@ impl Hooks for Watch {
         self.begin("forward")
     }
 
-    fn on_before_backward(&mut self, loss: &Loss, ctx: &mut HookContext) -> Result<()> {
-        if ctx.step + 1 == REPORTED_STEP {
-            self.seen().model.items += loss.count();
-        }
+    fn on_before_backward(&mut self, _: &Loss, _: &mut HookContext) -> Result<()> {
         self.begin("backward")
     }
 
@@ -276,6 +294,7 @@ impl Hooks for Watch {
             let mut seen = self.seen();
             seen.happenings = Some(happenings);
             seen.model.checkpoint_bytes += bytes;
+            seen.model.items = ctx.items;
             return Err(Error::other("the dry run is done"));
         }
         Ok(())
