@@ -7,6 +7,8 @@ use candle_core::{DType, Device, Tensor};
 use super::kernels::rope::{Angles, rotate};
 use super::rope_scaling::RopeScaling;
 use crate::{Error, Result};
+use fulgurite_engine::autograd::storage;
+use fulgurite_engine::execution::dry_run::skips_pass;
 use fulgurite_engine::module::ForwardScope;
 use fulgurite_engine::parallel::record_function;
 use fulgurite_engine::parameter::accumulation_dtype;
@@ -224,6 +226,9 @@ impl Rope {
             }
         };
         let table = |f: fn(f64) -> f64| -> Result<Tensor> {
+            if skips_pass(positions * half * dtype.size_in_bytes()) {
+                return storage::zeros((positions, half), dtype, device);
+            }
             let values: Vec<f64> = (0..positions * half).map(|i| factor * f(angle(i))).collect();
             Ok(Tensor::from_vec(values, (positions, half), &Device::Cpu)?
                 .to_dtype(dtype)?

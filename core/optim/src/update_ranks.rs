@@ -1,5 +1,6 @@
 //! The ranks that update a model together.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::{Error, Result};
@@ -38,9 +39,10 @@ impl UpdateRanks {
     /// # Errors
     /// If a rank of the group is not in the mesh.
     pub fn within(mesh: &DeviceMesh, group: Arc<dyn ProcessGroup>) -> Result<Self> {
-        let all = mesh.world().global_ranks();
+        let all = mesh.world().global_ranks().iter().enumerate();
+        let all: HashMap<usize, usize> = all.map(|(member, rank)| (*rank, member)).collect();
         let member = |rank: &usize| {
-            let member = all.iter().position(|other| other == rank);
+            let member = all.get(rank).copied();
             member.ok_or_else(|| Error::Mesh(format!("rank {rank} is not in the mesh")))
         };
         let members = group.global_ranks().iter().map(member).collect::<Result<Vec<_>>>()?;

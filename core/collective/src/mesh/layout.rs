@@ -1,5 +1,7 @@
 //! The arithmetic of meshes: names, sizes, coordinates. No communication.
 
+use std::collections::HashMap;
+
 use crate::{Error, Result};
 
 /// A grid of ranks, row-major: the last dimension varies fastest.
@@ -158,16 +160,18 @@ impl MeshLayout {
     /// If a dimension does not exist.
     pub fn partition(&self, dims: &[&str]) -> Result<Vec<Vec<usize>>> {
         let along: Vec<usize> = dims.iter().map(|name| self.dim(name)).collect::<Result<_>>()?;
-        let mut sets: Vec<(Vec<usize>, Vec<usize>)> = Vec::new();
+        let mut sets: Vec<Vec<usize>> = Vec::new();
+        let mut place_of: HashMap<Vec<usize>, usize> = HashMap::new();
         for rank in 0..self.world_size() {
             let mut rest = self.coordinate(rank)?;
             along.iter().for_each(|&d| rest[d] = 0);
-            match sets.iter_mut().find(|(key, _)| *key == rest) {
-                Some((_, ranks)) => ranks.push(rank),
-                None => sets.push((rest, vec![rank])),
+            let place = *place_of.entry(rest).or_insert(sets.len());
+            if place == sets.len() {
+                sets.push(Vec::new());
             }
+            sets[place].push(rank);
         }
-        Ok(sets.into_iter().map(|(_, ranks)| ranks).collect())
+        Ok(sets)
     }
 }
 

@@ -11,7 +11,7 @@ use crate::Result;
 use crate::parallel::activations::{self, Activation, RecordOwner};
 use crate::parameter::Uses;
 use fulgurite_tensor::autograd::{
-    GradMode, function, functions, refuse_variables, refuse_wrong_gradients,
+    GradMode, GraphStart, copy, function, functions, refuse_variables, refuse_wrong_gradients,
 };
 
 /// An output of a unit, and its layout over tensor-parallel ranks.
@@ -25,7 +25,7 @@ pub(super) fn detached(unit: &UnitHandle, y: &Tensor) -> Result<Output> {
         Some(record) => Some(record.activation),
         None => activations::whole(unit.path()),
     };
-    Ok((y.detach().force_contiguous()?, activation))
+    Ok((copy(y)?, activation))
 }
 
 /// Only floating-point outputs have gradients.
@@ -41,11 +41,11 @@ pub(super) struct GraphEntry {
 }
 
 impl GraphEntry {
-    /// Creates the entry of a call that was `given` these tensors. Aliases continue the graph in
-    /// their tensors' place.
+    /// Creates the entry of a call that was `given` these tensors, of which some are `tracked`: they
+    /// get gradients. Aliases continue the graph in their tensors' place.
     pub(super) fn new(
         unit: &UnitHandle,
-        given: &[Tensor],
+        (given, tracked): (&[Tensor], &[bool]),
         aliases: &[Option<Arc<Tensor>>],
         outputs: Vec<Output>,
         uses: &Uses,
@@ -53,9 +53,8 @@ impl GraphEntry {
         // The token stands for the parameters. It is needed even if an input is tracked: candle
         // tracks casts from integers, but its backward does not follow them.
         let token = uses.any().then(|| unit.token(unit_device(given, &outputs))).transpose()?;
-        let in_graph = given.iter().zip(aliases);
-        let in_graph = in_graph.filter(|(x, _)| activations::takes_gradient(x));
-        let in_graph = in_graph.map(|(x, alias)| alias.as_deref().unwrap_or(x).clone());
+        let in_graph = given.iter().zip(aliases).zip(tracked).filter(|(_, tracked)| **tracked);
+        let in_graph = in_graph.map(|((x, alias), _)| alias.as_deref().unwrap_or(x).clone());
         let has_token = token.is_some();
         Ok(Self { inputs: in_graph.chain(token).collect(), has_token, outputs })
     }
@@ -145,12 +144,12 @@ fn unit_device<'a>(given: &'a [Tensor], outputs: &'a [Output]) -> &'a Device {
 }
 
 /// Runs the backward of a unit's own graph, given gradients of some outputs by index. Returns the
-/// gradient of each of `inputs`, its variables, with zeros for inputs that get none.
+/// gradient of each of `inputs`, with zeros for inputs that get none.
 pub(super) fn backward_of(
     unit: &UnitHandle,
     outputs: Vec<Tensor>,
     grads: Vec<(usize, Tensor)>,
-    inputs: &[&Tensor],
+    inputs: &[&GraphStart],
 ) -> Result<Vec<Option<Tensor>>> {
     let mut seed: Option<Tensor> = None;
     for (i, grad) in grads {
@@ -167,10 +166,8 @@ pub(super) fn backward_of(
         });
     }
     drop(outputs);
-    let mut of_inputs: Vec<Option<Tensor>> = vec![None; inputs.len()];
     if let Some(seed) = seed {
-        let mut grads = seed.backward()?;
-        of_inputs = inputs.iter().map(|x| grads.remove(x)).collect();
+        let grads = seed.backward()?;
         if unit.checks_variables() {
             refuse_variables(&seed, &grads)?;
             if GradMode::current().recomputes() {
@@ -178,8 +175,8 @@ pub(super) fn backward_of(
             }
         }
     }
-    let or_zeros = |(grad, x): (Option<Tensor>, &&Tensor)| -> Result<Option<Tensor>> {
-        Ok(Some(grad.map_or_else(|| x.zeros_like(), Ok)?))
+    let or_zeros = |x: &&GraphStart| -> Result<Option<Tensor>> {
+        Ok(Some(x.take_gradient().map_or_else(|| x.tensor().zeros_like(), Ok)?))
     };
-    of_inputs.into_iter().zip(inputs).map(or_zeros).collect()
+    inputs.iter().map(or_zeros).collect()
 }

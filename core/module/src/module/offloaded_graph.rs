@@ -4,7 +4,7 @@
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
 
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{DType, Device, Tensor};
 
 use super::ActivationOffload;
 use super::activation_offload::{Offload, SavedActivation};
@@ -15,7 +15,7 @@ use super::unit::{UnitHandle, UnitHooks};
 use crate::parallel::activations::{self, RecordOwner};
 use crate::parameter::Uses;
 use crate::{Error, Result};
-use fulgurite_tensor::autograd::{GradMode, collect_saved, storage};
+use fulgurite_tensor::autograd::{GradMode, GraphStart, collect_saved, storage};
 
 /// Calls a unit with its own graph and offloads the memory of the graph's tensors. Enters the
 /// outputs into the caller's graph. Their backward restores the memory and runs the backward of the
@@ -32,13 +32,17 @@ pub(super) fn call<A: Activations, B: Activations>(
     }
     let given = tensors(x)?;
     let owner = RecordOwner::new();
-    let inputs = given.iter().map(|x| own_input(unit, x, &owner)).collect::<Result<Vec<_>>>()?;
     let mode = GradMode::offloading();
+    let tracked: Vec<bool> = given.iter().map(activations::takes_gradient).collect();
+    let mut starts = Vec::new();
     let ((y, own, outputs), uses, saved) = {
         let _own_graph = mode.enter();
+        let own_input =
+            |(x, tracked): (_, &bool)| own_input(unit, (x, *tracked), (&owner, &mut starts));
+        let inputs = given.iter().zip(&tracked).map(own_input).collect::<Result<Vec<_>>>()?;
         let compute = || {
             unit.note_exposed();
-            let y = compute(&with_tensors(x, inputs.clone())?)?;
+            let y = compute(&with_tensors(x, inputs)?)?;
             let own = tensors(&y)?;
             let outputs = own.iter().map(|y| detached(unit, y)).collect::<Result<_>>()?;
             Ok::<(_, _, Vec<_>), Error>((y, own, outputs))
@@ -50,7 +54,7 @@ pub(super) fn call<A: Activations, B: Activations>(
         hooks.post_forward(unit)?;
     }
     let aliases: Vec<_> = given.iter().map(graph_alias::lookup).collect();
-    let entry = GraphEntry::new(unit, &given, &aliases, outputs, &uses)?;
+    let entry = GraphEntry::new(unit, (&given, &tracked), &aliases, outputs, &uses)?;
     if !entry.has_backward() {
         return with_tensors(&y, entry.without_backward()?);
     }
@@ -60,13 +64,8 @@ pub(super) fn call<A: Activations, B: Activations>(
     for parameter in uses.as_tensors() {
         keep.insert(memory_of(parameter.compute()?));
     }
-    let tracked = inputs.into_iter().zip(&given);
-    let tracked = tracked.filter(|(_, given)| activations::takes_gradient(given));
-    let graph = OwnGraph {
-        elsewhere: offload(&own, &saved, keep, to)?,
-        inputs: tracked.map(|(x, _)| x).collect(),
-        outputs: own,
-    };
+    let graph =
+        OwnGraph { elsewhere: offload(&own, &saved, keep, to)?, inputs: starts, outputs: own };
     let graph = Mutex::new(Some(graph));
     let handle = unit.clone();
     let backward = move |uses: &Uses, grads| {
@@ -83,16 +82,22 @@ pub(super) fn call<A: Activations, B: Activations>(
     with_tensors(&form, entry.enter(unit, hooks, uses, true, backward)?)
 }
 
-/// Makes an input a leaf of the unit's own graph.
-fn own_input(unit: &UnitHandle, x: &Tensor, owner: &RecordOwner) -> Result<Tensor> {
+/// Makes an input a leaf of the unit's own graph. Adds it to `starts` if it is tracked.
+fn own_input(
+    unit: &UnitHandle,
+    (x, tracked): (&Tensor, bool),
+    (owner, starts): (&RecordOwner, &mut Vec<GraphStart>),
+) -> Result<Tensor> {
     let record = activations::lookup(x, unit.path())?;
-    if !activations::takes_gradient(x) {
+    if !tracked {
         return activations::detach(x, &record, owner);
     }
-    let own = Var::from_tensor(&x.detach())?.into_inner();
+    let start = GraphStart::new(x)?;
+    let own = start.tensor().clone();
     if let Some(record) = record {
         owner.note(&own, record.activation);
     }
+    starts.push(start);
     Ok(own)
 }
 
@@ -101,7 +106,7 @@ struct OwnGraph {
     /// The offloaded tensors, one for each memory block, and their saved contents.
     elsewhere: Vec<(Tensor, SavedActivation)>,
     /// Inputs that get gradients.
-    inputs: Vec<Tensor>,
+    inputs: Vec<GraphStart>,
     outputs: Vec<Tensor>,
 }
 
@@ -115,7 +120,7 @@ impl OwnGraph {
         for (tensor, saved) in self.elsewhere {
             storage::replace(&tensor, storage::take(&saved.get()?)?)?;
         }
-        let inputs: Vec<&Tensor> = self.inputs.iter().collect();
+        let inputs: Vec<&GraphStart> = self.inputs.iter().collect();
         backward_of(unit, self.outputs, grads, &inputs)
     }
 }

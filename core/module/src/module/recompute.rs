@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use candle_core::{DType, Shape, Tensor, Var};
+use candle_core::{DType, Shape, Tensor};
 
 use super::activation_offload::{Offload, SavedActivation};
 use super::activations::{Activations, tensors, with_tensors};
@@ -13,7 +13,7 @@ use super::unit::{UnitHandle, UnitHooks};
 use crate::parallel::activations::{self, Activation, RecordOwner};
 use crate::parameter::Uses;
 use crate::{Error, Result, counted};
-use fulgurite_tensor::autograd::GradMode;
+use fulgurite_tensor::autograd::{GradMode, GraphStart, copy};
 use fulgurite_tensor::execution::ExecutionContext;
 
 /// Calls a unit without recording a graph, and enters its outputs into the caller's graph. Their
@@ -49,14 +49,17 @@ pub(super) fn call<A: Activations + Send + Sync + 'static, B: Activations>(
     let offload = unit.activation_offload();
     let aliases: Vec<Option<Arc<Tensor>>> =
         given.iter().map(|x| offload.and_then(|_| graph_alias::lookup(x))).collect();
-    let entry = GraphEntry::new(unit, &given, &aliases, outputs, &uses)?;
+    let tracked: Vec<bool> = given.iter().map(activations::takes_gradient).collect();
+    let entry = GraphEntry::new(unit, (&given, &tracked), &aliases, outputs, &uses)?;
     if !entry.has_backward() {
         return with_tensors(&y, entry.without_backward()?);
     }
     let mut inputs = Vec::with_capacity(given.len());
     let mut elsewhere = offload.map(Offload::begin).transpose()?;
-    for ((record, x), alias) in records.into_iter().zip(&given).zip(&aliases) {
-        let (saved, tracked) = (x.detach(), activations::takes_gradient(x));
+    for (((record, x), alias), tracked) in
+        records.into_iter().zip(&given).zip(&aliases).zip(tracked)
+    {
+        let saved = x.detach();
         let saved = match &mut elsewhere {
             // If the graph holds the input itself, offloading a copy frees no memory.
             Some(elsewhere) if alias.is_some() || !tracked => elsewhere.save(saved)?,
@@ -115,28 +118,30 @@ impl<A: Activations> RecomputeState<A> {
         let _context = self.context.enter();
         let _recomputing = GradMode::recomputing().enter();
         let owner = RecordOwner::new();
-        let restore = |input: &SavedInput| -> Result<Tensor> {
+        let mut tracked = Vec::new();
+        let mut restore = |input: &SavedInput| -> Result<Tensor> {
             let x = input.saved.get()?;
             match (&input.activation, input.tracked) {
                 (None, false) => Ok(x),
                 (Some(activation), false) if activation.is_whole() => Ok(x),
                 // A copy, because a leaf takes over its memory.
                 (Some(activation), false) => {
-                    activations::mark(x.force_contiguous()?, activation.clone(), &owner)
+                    activations::mark(copy(&x)?, activation.clone(), &owner)
                 }
                 (activation, true) => {
-                    let x = Var::from_tensor(&x)?.into_inner();
+                    let start = GraphStart::new(&x)?;
+                    let x = start.tensor().clone();
                     if let Some(activation) = activation {
                         owner.note(&x, activation.clone());
                     }
+                    tracked.push(start);
                     Ok(x)
                 }
             }
         };
-        let inputs = self.inputs.iter().map(restore).collect::<Result<Vec<_>>>()?;
-        let x = with_tensors(&self.x, inputs.clone())?;
-        let tracked = inputs.iter().zip(&self.inputs).filter(|(_, input)| input.tracked);
-        let tracked: Vec<&Tensor> = tracked.map(|(x, _)| x).collect();
+        let inputs = self.inputs.iter().map(&mut restore).collect::<Result<Vec<_>>>()?;
+        let x = with_tensors(&self.x, inputs)?;
+        let tracked: Vec<&GraphStart> = tracked.iter().collect();
         uses.during(|| {
             let recomputed = tensors(&self.unit.keeping_buffers(|| compute(&x))?)?;
             self.check_forms(&recomputed)?;

@@ -37,13 +37,14 @@
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};
 
-use candle_core::{DType, Tensor, Var};
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Tensor};
 
 use super::Unit;
 use crate::parallel::Layout;
 use crate::parallel::activations::{self, RecordOwner};
 use crate::{Error, Result};
-use fulgurite_tensor::autograd::{function, is_grad_enabled};
+use fulgurite_tensor::autograd::{GraphStart, copy, function, is_grad_enabled};
 use fulgurite_tensor::execution;
 
 /// The units between which a model can be cut:
@@ -98,9 +99,26 @@ pub enum StageEnd<R> {
 pub struct Computed<R> {
     /// The stage's result.
     pub end: StageEnd<R>,
-    input: Option<Tensor>,
+    input: Option<Input>,
     /// Owns the record of the input's layout while a backward may come.
     _owner: RecordOwner,
+}
+
+/// The input of a stage.
+#[derive(Debug, Clone)]
+enum Input {
+    /// With a gradient.
+    Start(GraphStart),
+    Constant(Tensor),
+}
+
+impl Input {
+    fn tensor(&self) -> &Tensor {
+        match self {
+            Self::Start(start) => start.tensor(),
+            Self::Constant(x) => x,
+        }
+    }
 }
 
 impl<R> std::fmt::Debug for Computed<R> {
@@ -146,8 +164,8 @@ impl Stage {
     ) -> Result<Computed<R>> {
         let owner = RecordOwner::new();
         let input = input.map(|border| border.enter(&owner)).transpose()?;
-        let running =
-            Running { stage: self.clone(), input: input.clone(), state: Mutex::default() };
+        let of_stage = input.as_ref().map(|input| input.tensor().clone());
+        let running = Running { stage: self.clone(), input: of_stage, state: Mutex::default() };
         let (result, state) = {
             let _running = execution::enter(running);
             let result = step();
@@ -185,28 +203,50 @@ impl Border {
         Self { tensor: self.tensor.detach(), ..self.clone() }
     }
 
-    /// The tensor as the input of a stage, for whose gradient it is a leaf.
-    fn enter(&self, owner: &RecordOwner) -> Result<Tensor> {
+    /// The tensor as the input of a stage.
+    fn enter(&self, owner: &RecordOwner) -> Result<Input> {
         let activation = self.form.map(activations::received).transpose()?;
         let x = &self.tensor;
         match activation {
             activation if is_grad_enabled() && x.dtype().is_float() => {
-                let x = Var::from_tensor(x)?.into_inner();
+                let start = GraphStart::new(x)?;
                 if let Some(activation) = activation {
-                    owner.note(&x, activation);
+                    owner.note(start.tensor(), activation);
                 }
-                Ok(x)
+                Ok(Input::Start(start))
             }
-            Some(activation) => activations::mark(x.force_contiguous()?, activation, owner),
-            None => Ok(x.clone()),
+            Some(activation) => activations::mark(copy(x)?, activation, owner).map(Input::Constant),
+            None => Ok(Input::Constant(x.clone())),
         }
     }
 }
 
 impl<R> Computed<R> {
-    /// The leaf at the stage's input.
-    pub fn input(&self) -> Option<&Tensor> {
-        self.input.as_ref()
+    /// Runs the backward of `root`, which was computed in this stage, and frees the stage's graph.
+    /// Returns the gradient of the stage's input, zero if none reached it, and `None` for the first
+    /// stage. `check` gets the root and the gradients of variables. Without a root nothing takes a
+    /// gradient.
+    ///
+    /// # Errors
+    /// If candle's backward or `check` fails.
+    pub fn backward(
+        self,
+        root: Option<Tensor>,
+        check: impl FnOnce(&Tensor, &GradStore) -> Result<()>,
+    ) -> Result<Option<Tensor>> {
+        let input = self.input.clone();
+        drop(self);
+        if let Some(root) = root {
+            let grads = root.backward()?;
+            check(&root, &grads)?;
+        }
+        let of_input = |input: Input| match &input {
+            Input::Start(start) => {
+                start.take_gradient().map_or_else(|| start.tensor().zeros_like(), Ok)
+            }
+            Input::Constant(x) => x.zeros_like(),
+        };
+        Ok(input.map(of_input).transpose()?)
     }
 
     /// A scalar whose backward passes `grad` to the output that went to the next stage. `None` if
@@ -361,9 +401,8 @@ mod tests {
         let input = Border { tensor: one().unwrap(), form: None };
         let computed = stage(1..2).run(Some(&input), doubles).unwrap();
         let seed = computed.seed((one().unwrap() * 3.0).unwrap()).unwrap().unwrap();
-        let grads = seed.backward().unwrap();
-        let grad = grads.get(computed.input().unwrap()).unwrap();
-        assert_eq!(grad.to_scalar::<f32>().unwrap(), 6.0);
         assert!(computed.seed(Tensor::ones(2, DType::F32, &Device::Cpu).unwrap()).is_err());
+        let grad = computed.backward(Some(seed), |_, _| Ok(())).unwrap().unwrap();
+        assert_eq!(grad.to_scalar::<f32>().unwrap(), 6.0);
     }
 }

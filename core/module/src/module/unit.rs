@@ -12,7 +12,7 @@ use crate::parallel::explain_mismatch;
 use crate::parameter::{Buffer, Parameter, note_tensor_use};
 use crate::{Error, Result};
 use fulgurite_tensor::autograd::{
-    GradMode, anomaly, detects_anomalies, function, is_grad_enabled, storage,
+    GradMode, anomaly, copy, detects_anomalies, function, is_grad_enabled, storage,
 };
 
 /// A strategy's hooks around a unit's forward and backward. Called on the thread that computes.
@@ -487,7 +487,7 @@ impl<M> Unit<M> {
         let mut copies = Vec::new();
         y.map_tensors(&mut |y| {
             let record = activations::lookup(y, self.handle.path())?;
-            copies.push((y.clone(), y.detach().force_contiguous()?, record));
+            copies.push((y.clone(), copy(y)?, record));
             Ok(y.clone())
         })?;
         hooks.post_forward(&self.handle)?;

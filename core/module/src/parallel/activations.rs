@@ -24,7 +24,7 @@ use super::layer::PlanRecord;
 use crate::parameter::Parameter;
 use crate::{Error, Result};
 use fulgurite_collective::collective::ProcessGroup;
-use fulgurite_tensor::autograd::{graph_id, is_constant, leaf};
+use fulgurite_tensor::autograd::{copy, graph_id, is_constant, leaf};
 use fulgurite_tensor::execution;
 
 /// The layout of an activation over ranks.
@@ -269,7 +269,7 @@ pub(crate) fn detach(x: &Tensor, record: &Option<Record>, owner: &RecordOwner) -
         owner.note(&x, activation.clone());
         return Ok(x);
     }
-    mark(x.detach().force_contiguous()?, activation.clone(), owner)
+    mark(copy(x)?, activation.clone(), owner)
 }
 
 /// Whether `x`, an input that has been [looked up](lookup), gets a gradient.

@@ -38,7 +38,7 @@ use super::activations::{self, RecordOwner};
 use super::redistribute::{Redistribute, dimension};
 use crate::{Error, Result};
 use fulgurite_collective::collective::{Collective, ProcessGroup};
-use fulgurite_tensor::autograd::function;
+use fulgurite_tensor::autograd::{copy, function, storage};
 
 /// Enters `y`, computed from `x`, into the graph, and records its layout if a plan cuts layers over
 /// the ranks of `group`. `None`: its layout is known only to the code that calls.
@@ -72,8 +72,8 @@ fn apply(
     }
     // The graph takes over the output's memory, and all-reduces work in place.
     let own = move |x: &Tensor| match how {
-        Redistribute::Copy | Redistribute::AllReduce => x.force_contiguous(),
-        _ => x.contiguous(),
+        Redistribute::Copy | Redistribute::AllReduce => copy(x),
+        _ => Ok(x.contiguous()?),
     };
     let (y, redistributed) = how.forward(&own(x)?.detach(), total, group)?;
     let (what, layout) = match how {
@@ -181,14 +181,14 @@ fn exchange(
     let flat = (0..group.size())
         .map(|i| x.narrow(split_dim, i * shape[split_dim], shape[split_dim])?.flatten_all())
         .collect::<candle_core::Result<Vec<_>>>()?;
-    let input = Tensor::cat(&flat, 0)?;
-    let output = input.zeros_like()?;
+    let input = storage::cat(&flat, 0)?;
+    let output = storage::unset(input.shape(), input.dtype(), input.device())?;
     group.run(Collective::all_to_all(&output, &input))?;
     let count = output.elem_count() / group.size();
     let received = (0..group.size())
         .map(|i| output.narrow(0, i * count, count)?.reshape(shape.as_slice()))
         .collect::<candle_core::Result<Vec<_>>>()?;
-    Ok(Tensor::cat(&received, concat_dim)?.contiguous()?)
+    Ok(storage::cat(&received, concat_dim)?.contiguous()?)
 }
 
 fn whole(x: &Tensor, dim: isize, group: &Arc<dyn ProcessGroup>) -> Result<usize> {

@@ -11,6 +11,8 @@ use fulgurite_collective::collective::{
     AllGather, Collective, ProcessGroup, ReduceOp, ReduceScatter,
 };
 
+use fulgurite_tensor::autograd::storage;
+
 /// The ranks of a context-parallel group, which share each sequence.
 ///
 /// A sequence is cut into `2 C` chunks for `C` ranks, and rank `r` holds chunks `r` and
@@ -89,7 +91,8 @@ impl ContextParallel {
             .map(|x| {
                 let input = x.detach().contiguous()?.flatten_all()?;
                 let n = input.elem_count() * self.size();
-                Ok(AllGather::even(&Tensor::zeros(n, x.dtype(), x.device())?, &input, self.size()))
+                let output = storage::unset(n, x.dtype(), x.device())?;
+                Ok(AllGather::even(&output, &input, self.size()))
             })
             .collect::<Result<Vec<_>>>()?;
         self.group.run(Collective::all_gather_into(gathers.clone()))?;
@@ -106,7 +109,7 @@ impl ContextParallel {
             .collect::<candle_core::Result<Vec<_>>>()?;
         let heads = ranks.iter().map(|part| part.narrow(1, 0, half));
         let tails = ranks.iter().rev().map(|part| part.narrow(1, half, half));
-        Ok(Tensor::cat(&heads.chain(tails).collect::<candle_core::Result<Vec<_>>>()?, 1)?)
+        storage::cat(&heads.chain(tails).collect::<candle_core::Result<Vec<_>>>()?, 1)
     }
 
     /// This rank's part, along dimension 1, of each whole tensor summed over the ranks. Collective;
@@ -123,14 +126,15 @@ impl ContextParallel {
                     let [head, tail] = self
                         .chunks(rank, length)
                         .map(|chunk| x.narrow(1, chunk.start, chunk.len()));
-                    chunks.push(Tensor::cat(&[head?, tail?], 1)?.contiguous()?.flatten_all()?);
+                    let own = storage::cat(&[head?, tail?], 1)?;
+                    chunks.push(own.contiguous()?.flatten_all()?);
                 }
-                let input = Tensor::cat(&chunks, 0)?;
+                let input = storage::cat(&chunks, 0)?;
                 let mut shape = x.dims().to_vec();
                 shape[1] = length / size;
                 shapes.push(shape);
                 let n = input.elem_count() / size;
-                let output = Tensor::zeros(n, x.dtype(), x.device())?;
+                let output = storage::unset(n, x.dtype(), x.device())?;
                 Ok(ReduceScatter::even(&output, &input, size))
             })
             .collect::<Result<Vec<_>>>()?;

@@ -10,7 +10,7 @@ use fulgurite_collective::collective::{
     AllGather, Collective, ProcessGroup, ReduceOp, ReduceScatter,
 };
 use fulgurite_collective::shard::chunk;
-use fulgurite_tensor::autograd::storage;
+use fulgurite_tensor::autograd::{copy, storage};
 
 /// A redistribution of an activation at the edge of a layer, and of its gradient in backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -175,7 +175,7 @@ fn all_gather(x: &Tensor, dim: isize, total: usize, group: &dyn ProcessGroup) ->
     let (outer, inner) = around(x, dim);
     let counts: Vec<usize> = sizes.iter().map(|n| outer * n * inner).collect();
     let input = x.detach().contiguous()?.flatten_all()?;
-    let flat = Tensor::zeros(outer * total * inner, x.dtype(), x.device())?;
+    let flat = storage::unset(outer * total * inner, x.dtype(), x.device())?;
     let part = AllGather { input, output: flat.clone(), counts: counts.clone() };
     group.run(Collective::all_gather_into(vec![part]))?;
     let mut dims = x.dims().to_vec();
@@ -192,7 +192,7 @@ fn all_gather(x: &Tensor, dim: isize, total: usize, group: &dyn ProcessGroup) ->
         }
         start += count;
     }
-    Ok(Tensor::cat(&parts, dim)?)
+    storage::cat(&parts, dim)
 }
 
 /// This rank's chunk of the sum over the ranks.
@@ -212,9 +212,9 @@ fn reduce_scatter(x: &Tensor, dim: isize, group: &dyn ProcessGroup) -> Result<Te
             .filter(|(_, n)| *n > 0)
             .map(|&(start, n)| x.narrow(dim, start, n)?.contiguous()?.flatten_all())
             .collect::<candle_core::Result<Vec<_>>>()?;
-        Tensor::cat(&parts, 0)?
+        storage::cat(&parts, 0)?
     };
-    let mine = Tensor::zeros(counts[group.rank()], x.dtype(), x.device())?;
+    let mine = storage::unset(counts[group.rank()], x.dtype(), x.device())?;
     let part = ReduceScatter { input, output: mine.clone(), counts };
     group.run(Collective::reduce_scatter(vec![part], ReduceOp::Sum))?;
     let mut dims = x.dims().to_vec();
@@ -228,7 +228,7 @@ fn split(x: &Tensor, dim: isize, group: &dyn ProcessGroup) -> Result<Tensor> {
     let (start, size) = chunk(x.dim(dim)?, group.size(), group.rank());
     let part = x.detach().narrow(dim, start, size)?;
     // candle cannot copy an empty view that begins past the end.
-    if part.elem_count() == 0 { Ok(part.zeros_like()?) } else { Ok(part.force_contiguous()?) }
+    if part.elem_count() == 0 { Ok(part.zeros_like()?) } else { copy(&part) }
 }
 
 /// Number of entries before and after a dimension.

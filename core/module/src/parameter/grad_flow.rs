@@ -7,7 +7,7 @@ use candle_core::Tensor;
 
 use super::{GradReducer, Parameter, ParameterSlot, uses};
 use crate::{Error, Result};
-use fulgurite_tensor::autograd::{GradMode, anomaly, detects_anomalies, storage};
+use fulgurite_tensor::autograd::{GradMode, add_into, anomaly, detects_anomalies, storage};
 
 /// The state of a parameter's gradient within a step.
 #[derive(Debug, Default)]
@@ -110,8 +110,7 @@ impl Parameter {
         }
         self.accumulate_with(|buffer, add| {
             let grad = storage::cast(&grad.flatten_all()?, buffer.dtype())?.contiguous()?;
-            let sum = if add { (buffer + &grad)? } else { grad };
-            storage::copy_from(buffer, &sum)
+            if add { add_into(buffer, &grad) } else { storage::copy_from(buffer, &grad) }
         })
     }
 

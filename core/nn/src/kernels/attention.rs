@@ -18,6 +18,10 @@ use fulgurite_engine::execution::dry_run::{skips_pass, skips_products};
 use fulgurite_engine::module::ForwardScope;
 use fulgurite_engine::parameter::accumulation_dtype;
 
+fn zeros_like(x: &Tensor) -> Result<Tensor> {
+    storage::zeros(x.shape(), x.dtype(), x.device())
+}
+
 /// Scaled dot-product attention with these options.
 #[derive(Debug, Clone)]
 pub(crate) struct DotProductAttention {
@@ -202,8 +206,8 @@ impl DotProductAttention {
         let is_empty = q.elem_count() == 0 || sizes.keys == 0;
         let (output, lse) = if is_empty || uses_cpu_kernels(&q) && self.skips(sizes, 2, dtype) {
             (
-                q.zeros_like()?,
-                Tensor::zeros((sizes.batch, sizes.heads, sizes.queries), q.dtype(), q.device())?,
+                zeros_like(&q)?,
+                storage::zeros((sizes.batch, sizes.heads, sizes.queries), q.dtype(), q.device())?,
             )
         } else if uses_cpu_kernels(&q) {
             with_float!(q.dtype(), T => attention_host::forward::<T>(self, sizes, [&q, &k, &v]))?
@@ -239,7 +243,7 @@ impl DotProductAttention {
         let saved = [&output, &attended.lse, &grad];
         let is_empty = q.elem_count() == 0 || sizes.keys == 0;
         let grads = if is_empty || uses_cpu_kernels(&q) && self.skips(sizes, 5, dtype) {
-            [q.zeros_like()?, k.zeros_like()?, v.zeros_like()?]
+            [zeros_like(&q)?, zeros_like(&k)?, zeros_like(&v)?]
         } else if uses_cpu_kernels(&q) {
             with_float!(q.dtype(), T => {
                 attention_host::backward::<T>(self, sizes, [&q, &k, &v], saved)

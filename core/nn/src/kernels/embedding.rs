@@ -1,18 +1,18 @@
 //! Embedding lookup and its gradient.
 
-use candle_core::{Device, Tensor};
+use bytemuck::allocation::zeroed_vec;
+use candle_core::{DType, Device, Tensor};
+use half::{bf16, f16};
 use rayon::prelude::*;
 
 use crate::backend::{to_accumulation_dtype, uses_cpu_kernels};
 use crate::gradients::accumulate_host;
-use crate::host::{Float, host, indices, tensor, with_float};
+use crate::host::{Float, host, indices, with_float};
 use crate::{Error, Result};
-#[cfg(feature = "cuda")]
-use fulgurite_engine::autograd::storage;
+use fulgurite_engine::autograd::storage::{self, HostElement};
 use fulgurite_engine::execution::dry_run::skips_pass;
 use fulgurite_engine::execution::transfer;
 use fulgurite_engine::parameter::Parameter;
-use fulgurite_engine::parameter::accumulation_dtype;
 #[cfg(feature = "cuda")]
 use fulgurite_kernels::cuda;
 
@@ -73,29 +73,40 @@ pub(crate) fn lookup(ids: &[u32], weight: &Tensor) -> Result<Tensor> {
     {
         return Ok(y);
     }
-    if !uses_cpu_kernels(weight) || weight.dtype() != accumulation_dtype(weight.dtype()) {
-        let (ids, factor) = portable_ids(ids, weight)?;
-        let y = weight.contiguous()?.index_select(&ids, 0)?;
-        return Ok(match factor {
-            Some(factor) => y.broadcast_mul(&factor)?,
-            None => y,
-        });
-    }
-    let weight = to_accumulation_dtype(weight)?;
-    with_float!(weight.dtype(), T => {
-        let weight = host(&weight)?;
-        let weight = weight.slice::<T>()?;
-        let mut y = vec![T::ZERO; ids.len() * width];
-        if skips_pass(2 * size_of_val(&y[..])) {
-            return tensor(y, (ids.len(), width));
+    if uses_cpu_kernels(weight) {
+        match weight.dtype() {
+            DType::F32 => return pick_rows::<f32>(ids, weight, width),
+            DType::F64 => return pick_rows::<f64>(ids, weight, width),
+            DType::BF16 => return pick_rows::<bf16>(ids, weight, width),
+            DType::F16 => return pick_rows::<f16>(ids, weight, width),
+            _ => {}
         }
-        y.par_chunks_mut(width.max(1)).zip(ids).with_min_len(64).for_each(|(y, &id)| {
-            if id != NOT_LOCAL {
-                y.copy_from_slice(&weight[id as usize * width..][..width]);
-            }
-        });
-        tensor(y, (ids.len(), width))
+    }
+    let (ids, factor) = portable_ids(ids, weight)?;
+    let y = weight.contiguous()?.index_select(&ids, 0)?;
+    Ok(match factor {
+        Some(factor) => y.broadcast_mul(&factor)?,
+        None => y,
     })
+}
+
+/// [`lookup`] on the CPU.
+fn pick_rows<T: HostElement + Send + Sync>(
+    ids: &[u32],
+    weight: &Tensor,
+    width: usize,
+) -> Result<Tensor> {
+    let (weight, mut y) = (weight.detach().contiguous()?, zeroed_vec::<T>(ids.len() * width));
+    if !skips_pass(2 * size_of_val(&y[..])) {
+        storage::with_host(&weight, |weight: &[T]| {
+            y.par_chunks_mut(width.max(1)).zip(ids).with_min_len(64).for_each(|(y, &id)| {
+                if id != NOT_LOCAL {
+                    y.copy_from_slice(&weight[id as usize * width..][..width]);
+                }
+            });
+        })?;
+    }
+    Ok(Tensor::from_vec(y, (ids.len(), width), weight.device())?)
 }
 
 /// Adds `grad` (`[ids, width]`) to the rows of the gradient of `weight`, without ending the use.

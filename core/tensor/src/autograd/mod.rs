@@ -8,6 +8,7 @@ mod direct;
 mod function;
 mod functions;
 mod grad_mode;
+mod graph_start;
 mod saved;
 pub mod storage;
 mod sum;
@@ -30,10 +31,11 @@ pub use function::{is_constant, leaf};
 #[doc(hidden)]
 pub use functions::functions;
 pub use grad_mode::{is_grad_enabled, no_grad};
+pub use graph_start::GraphStart;
 #[doc(hidden)]
 pub use saved::collect_saved;
 pub use saved::save_for_backward;
 #[doc(hidden)]
-pub use sum::{add_to, scale, sum};
+pub use sum::{add_into, add_to, copy, scale, sum};
 pub use variables::refuse_variables;
 pub use wrong_gradients::refuse_wrong_gradients;

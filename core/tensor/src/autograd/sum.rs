@@ -1,12 +1,14 @@
-//! Sums of two tensors, and products with numbers, on all threads of the CPU, vectorised for bf16.
+//! Sums of two tensors, products with numbers and copies, on all threads of the CPU, vectorised for
+//! bf16.
 //! On CPUs with AVX512-BF16, candle converts every eight elements of bf16 in a function call, and
 //! rounds denormals to zero.
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
 
 use super::storage::{HostElement, with_host, with_host_mut};
 use crate::Result;
+use crate::execution::dry_run::skips_pass;
 use crate::simd::{Half, map, map2, update};
 
 /// Evaluates `$body` with `$T` as the element's type and `$add` as its sum, rounded to nearest
@@ -41,8 +43,9 @@ macro_rules! with_sum {
 
 /// Whether the tensors are added here, and not by candle.
 fn adds(a: &Tensor, b: &Tensor) -> bool {
+    let known = matches!(a.dtype(), DType::F32 | DType::F64 | DType::BF16 | DType::F16);
     let alike = a.dims() == b.dims() && a.dtype() == b.dtype();
-    alike && a.device().is_cpu() && a.elem_count() > 0 && a.is_contiguous()
+    known && alike && a.device().is_cpu() && a.elem_count() > 0 && a.is_contiguous()
 }
 
 fn sum_of_elements<T: HostElement + bytemuck::Zeroable + Send + Sync>(
@@ -85,6 +88,19 @@ pub fn add_to(sum: Tensor, x: &Tensor) -> Result<Tensor> {
     }, Ok((sum.detach() + x)?))
 }
 
+/// Adds `x` to `target`, a contiguous tensor or view of the same shape and dtype, in place.
+///
+/// # Errors
+/// As [`sum`](sum()).
+pub fn add_into(target: &Tensor, x: &Tensor) -> Result<()> {
+    let x = x.detach();
+    if adds(target, &x) {
+        add_to(target.clone(), &x).map(drop)
+    } else {
+        super::storage::copy_from(target, &(target.detach() + x)?)
+    }
+}
+
 /// Returns `factor * x` outside the graph, computed in f32 for 16-bit floats and rounded to nearest
 /// even: PyTorch's product of a tensor and a number. candle rounds the factor to the tensor's dtype.
 /// The result is `x` itself if the factor is 1, and else in new memory.
@@ -110,6 +126,23 @@ pub fn scale(x: &Tensor, factor: f64) -> Result<Tensor> {
     }
 }
 
+/// Returns `x` in new memory, contiguous and outside the graph.
+///
+/// # Errors
+/// If candle cannot copy it.
+pub fn copy(x: &Tensor) -> Result<Tensor> {
+    let x = x.detach();
+    let is_whole = x.elem_count() > 0 && x.is_contiguous();
+    match (x.dtype(), x.device()) {
+        (DType::F32, Device::Cpu) if is_whole => mapped(&x, |x: f32| x),
+        (DType::BF16, Device::Cpu) if is_whole => mapped(&x, |x: bf16| x),
+        (dtype, Device::Cpu) if skips_pass(2 * x.elem_count() * dtype.size_in_bytes()) => {
+            super::storage::zeros(x.shape(), dtype, x.device())
+        }
+        _ => Ok(x.force_contiguous()?),
+    }
+}
+
 fn mapped<T: HostElement + bytemuck::Zeroable + Send + Sync>(
     x: &Tensor,
     f: impl Fn(T) -> T + Copy + Sync,
@@ -120,8 +153,6 @@ fn mapped<T: HostElement + bytemuck::Zeroable + Send + Sync>(
 
 #[cfg(test)]
 mod tests {
-    use candle_core::Device;
-
     use super::*;
 
     const SHAPE: (usize, usize) = (3, 40_000);
@@ -144,7 +175,11 @@ mod tests {
             let expected = bits(&(&a + &b).unwrap());
             assert_eq!(bits(&sum(&a, &b).unwrap()), expected, "{dtype:?}");
             assert_eq!(bits(&sum(&a, &a).unwrap()), bits(&(&a + &a).unwrap()), "{dtype:?}");
-            let copy = a.copy().unwrap();
+            let into = a.copy().unwrap();
+            add_into(&into, &b).unwrap();
+            assert_eq!(bits(&into), expected, "into, {dtype:?}");
+            let copy = copy(&a).unwrap();
+            assert_eq!(bits(&copy), bits(&a), "a copy, {dtype:?}");
             assert_eq!(bits(&add_to(copy.clone(), &b).unwrap()), expected, "{dtype:?}");
             assert_eq!(bits(&copy), expected, "in place, {dtype:?}");
         }

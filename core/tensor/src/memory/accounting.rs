@@ -14,7 +14,7 @@ const PAGE: usize = 4096;
 
 /// A dry run takes blocks of at least this many bytes as address space, whose pages exist once they
 /// are written.
-const RESERVED_BYTES: usize = 1 << 20;
+const RESERVED_BYTES: usize = 64 << 10;
 
 static HELD: AtomicI64 = AtomicI64::new(0);
 static PEAK: AtomicI64 = AtomicI64::new(0);
@@ -85,8 +85,20 @@ fn reserve(bytes: usize) -> *mut u8 {
             0,
         )
     };
-    if block == libc::MAP_FAILED { std::ptr::null_mut() } else { block.cast() }
+    if block == libc::MAP_FAILED {
+        return std::ptr::null_mut();
+    }
+    // Avoids a huge page for a small write.
+    #[cfg(any(target_os = "linux", target_os = "android"))]
+    if bytes >= HUGE_PAGE {
+        // SAFETY: the mapping made above. Only advice: a failure changes nothing.
+        unsafe { libc::madvise(block, bytes, libc::MADV_NOHUGEPAGE) };
+    }
+    block.cast()
 }
+
+#[cfg(any(target_os = "linux", target_os = "android"))]
+const HUGE_PAGE: usize = 2 << 20;
 
 /// The mapping is not counted as memory that the system promises.
 #[cfg(any(target_os = "linux", target_os = "android"))]
@@ -98,10 +110,13 @@ impl<A: GlobalAlloc> Accounted<A> {
     /// Allocates a large block during a trace.
     #[cold]
     unsafe fn alloc_traced(&self, layout: Layout, zeroed: bool) -> *mut u8 {
-        let reserved =
+        let may_reserve =
             layout.size() >= RESERVED_BYTES && layout.align() <= PAGE && trace::reserves();
+        let mapping = if may_reserve { reserve(layout.size()) } else { std::ptr::null_mut() };
+        // If the system refuses the mapping, the inner allocator gets its turn.
+        let reserved = !mapping.is_null();
         let block = if reserved {
-            reserve(layout.size())
+            mapping
         } else if zeroed {
             // SAFETY: the caller's own promise.
             unsafe { self.0.alloc_zeroed(layout) }

@@ -66,21 +66,14 @@ impl StrategyRuntime {
                 return Err(Error::other("a stage of a pipeline got no gradient"));
             }
         };
-        let input = computed.input().cloned();
-        drop(computed);
-        let Some(root) = root.filter(Tensor::track_op) else {
-            return input.map(|x| Ok(x.zeros_like()?)).transpose();
-        };
-        let mut grads = root.backward()?;
-        let of_input = input.as_ref().and_then(|x| grads.remove(x));
-        if !self.is_audited()? {
-            refuse_variables(&root, &grads)?;
-            refuse_wrong_gradients(&root)?;
-        }
-        match (input, of_input) {
-            (Some(x), None) => Ok(Some(x.zeros_like()?)),
-            (_, grad) => Ok(grad),
-        }
+        let is_audited = self.is_audited()?;
+        computed.backward(root.filter(Tensor::track_op), |root, grads| {
+            if is_audited {
+                return Ok(());
+            }
+            refuse_variables(root, grads)?;
+            refuse_wrong_gradients(root)
+        })
     }
 
     /// Whether the first step's gradients were audited.
