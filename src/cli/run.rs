@@ -10,7 +10,9 @@ use fulgurite_core::config::schema::json_schema;
 use fulgurite_core::config::{ConfigLayers, to_toml};
 use fulgurite_core::data::DataModule;
 use fulgurite_core::fabric::Connection;
-use fulgurite_core::launch::{LaunchedRank, interruption, print_panics, report_and_exit_code};
+use fulgurite_core::launch::{
+    LaunchedRank, RANK_STACK_BYTES, interruption, print_panics, report_and_exit_code,
+};
 use fulgurite_core::mesh::DeviceMesh;
 use fulgurite_core::module::ModuleTree;
 use fulgurite_core::output::{self, Outlet, stderr};
@@ -276,10 +278,9 @@ pub fn run_rank(act: impl FnOnce() -> Result<()> + Send + 'static) -> ExitCode {
     log_to_stderr();
     print_panics();
     child_run::end_with_parent();
-    // Backward recurses along the graph, so a long graph needs a deep stack.
     let worker = std::thread::Builder::new()
         .name("main".to_owned())
-        .stack_size(STACK_BYTES)
+        .stack_size(RANK_STACK_BYTES)
         .spawn(move || report_and_exit_code(act()));
     match worker.map(std::thread::JoinHandle::join) {
         Ok(Ok(code)) => code,
@@ -289,14 +290,11 @@ pub fn run_rank(act: impl FnOnce() -> Result<()> + Send + 'static) -> ExitCode {
             ExitCode::from(101)
         }
         Err(error) => report_and_exit_code(Err(Error::Launch(format!(
-            "a thread with a stack of {STACK_BYTES} bytes could not be started: {error}{}",
+            "a thread with a stack of {RANK_STACK_BYTES} bytes could not be started: {error}{}",
             advice(&error)
         )))),
     }
 }
-
-/// Address space, not memory: a page takes memory at its first use.
-const STACK_BYTES: usize = 256 << 20;
 
 /// The keys of `[model]` and `[data]`, for the help.
 fn sections<M: LightningModule>() -> Result<[Section; 2]> {

@@ -88,6 +88,6 @@ pub use signals::{
     Interruption, Starting, agree_on, interrupt_requested, interruption, notice_signals,
     take_interruption,
 };
-pub use threads::on_own_threads;
+pub use threads::{RANK_STACK_BYTES, on_own_threads};
 
 pub use fulgurite_error::{Error, Result};

@@ -48,11 +48,12 @@ pub(super) fn install_compute_pool(threads: usize) {
     }
 }
 
-/// The stack of a thread that runs a rank; a process's first thread has as much.
-const STACK_BYTES: usize = 8 << 20;
+/// The stack of a thread that runs a rank. Backward recurses along the graph, so a long graph needs
+/// a deep stack. Address space, not memory: a page takes memory at its first use.
+pub const RANK_STACK_BYTES: usize = 256 << 20;
 
 /// Runs `f` on a thread of its own, which has as many compute threads as this one, and waits for
-/// it. What threads keep for themselves, such as buffers for products, is new for `f`.
+/// it. Thread-local buffers, such as those for products, start empty for `f`.
 ///
 /// # Errors
 /// If the thread cannot be started.
@@ -68,7 +69,7 @@ pub fn on_own_threads<R: Send>(name: String, f: impl FnOnce() -> R + Send) -> st
         result
     };
     std::thread::scope(|scope| {
-        let thread = std::thread::Builder::new().name(name).stack_size(STACK_BYTES);
+        let thread = std::thread::Builder::new().name(name).stack_size(RANK_STACK_BYTES);
         Ok(thread.spawn_scoped(scope, run)?.join().unwrap_or_else(|panic| resume_unwind(panic)))
     })
 }

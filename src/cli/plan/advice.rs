@@ -11,7 +11,7 @@ use super::super::args::{Output, PlanRequest};
 use super::print;
 
 /// A change of the configuration that saves memory or time.
-const CHANGES: [(&str, &str); 9] = [
+const CHANGES: [(&str, &str); 11] = [
     ("as it is", ""),
     ("activations computed again", "trainer.activation_checkpointing=full"),
     ("shards", "trainer.strategy={type=\"fsdp\"}"),
@@ -24,6 +24,14 @@ const CHANGES: [(&str, &str); 9] = [
     (
         "8 tensor-parallel ranks",
         "trainer.strategy={type=\"model_parallel\",tensor_parallel_size=8,parallelize=\"llama\"}",
+    ),
+    (
+        "a pipeline of 2 ranks",
+        "trainer.strategy={type=\"model_parallel\",pipeline_parallel_size=2}",
+    ),
+    (
+        "a pipeline of 4 ranks",
+        "trainer.strategy={type=\"model_parallel\",pipeline_parallel_size=4}",
     ),
     ("bf16", "trainer.precision=bf16-mixed"),
     ("optimizer state in bf16", "optimizer.state_dtype=bf16"),

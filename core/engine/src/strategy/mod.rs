@@ -22,6 +22,6 @@ pub use gradient_compression::{
 };
 pub use loss::{Loss, StepTotals};
 pub use parallelize::{ParallelizeConfig, ParallelizeFn};
-pub use pipeline::{DryBorders, Pipeline, StageWork};
+pub use pipeline::{BorderId, DryBorders, Pipeline, StageWork};
 pub use plan::{Bytes, RankMemory};
 pub use strategy::{BuildContext, Capabilities, Strategy, StrategyConfig, StrategyContext};

@@ -5,10 +5,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Tensor};
 
-use crate::{Error, Result};
+use crate::Result;
 use fulgurite_collective::collective::ProcessGroup;
 use fulgurite_module::module::stage::{Border, Stage};
 use fulgurite_module::parallel::Layout;
+use fulgurite_tensor::autograd::storage;
 
 /// A strategy's pipeline: the model's stages on this rank, and the order of their work.
 ///
@@ -71,24 +72,33 @@ pub trait StageWork {
     fn weights(&mut self, stage: usize, micro_batch: usize) -> Result<()>;
 }
 
-/// What the stages of a pipeline give each other, for dry runs: other ranks send nothing there. A
-/// value of the [execution context](fulgurite_tensor::execution), for all ranks of a plan.
+/// The forms of tensors between the stages of a pipeline, for dry runs, in which other ranks send
+/// nothing. A value of the [execution context](fulgurite_tensor::execution), for all ranks of a
+/// plan.
 ///
-/// A rank that is run dry notes what its stages give. A stage whose predecessor was not run yet
-/// gets what the last known stage before it gives, as in models whose units have one shape.
-/// [`were_guessed_wrong`](Self::were_guessed_wrong) tells whether a rank has to be run again.
+/// A rank that is run dry [notes](Self::note) what its stages give. A stage whose predecessor was
+/// not run yet gets what the last known stage before it gives, as in models whose units have one
+/// shape. [`are_settled`](Self::are_settled) tells whether all ranks got what they should.
 #[derive(Debug, Clone, Default)]
-pub struct DryBorders(Arc<Mutex<BorderForms>>);
+pub struct DryBorders(Arc<Mutex<BTreeMap<BorderId, Known>>>);
 
-/// By the stage that gets it, and micro-batch.
-type BorderForms = BTreeMap<(usize, usize), Known>;
+/// Which stage gets a tensor, and when.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct BorderId {
+    /// Steps of the run before this one.
+    pub step: usize,
+    /// The micro-batch of the step.
+    pub micro_batch: usize,
+    /// The stage that gets it.
+    pub stage: usize,
+}
 
 #[derive(Debug, Default)]
 struct Known {
-    /// What the stage before gives.
+    /// What the stage before gave last.
     given: Option<BorderForm>,
-    /// What the stage got while that was unknown.
-    guessed: Option<BorderForm>,
+    /// What the stage got last.
+    got: Option<BorderForm>,
 }
 
 #[derive(Debug, Clone, PartialEq)]
@@ -99,51 +109,42 @@ struct BorderForm {
 }
 
 impl DryBorders {
-    /// Notes what `stage` gets for a micro-batch.
-    pub fn note(&self, stage: usize, micro_batch: usize, border: &Border) {
+    /// Notes what the stage before gives.
+    pub fn note(&self, id: BorderId, border: &Border) {
         let (dims, dtype) = (border.tensor.dims().to_vec(), border.tensor.dtype());
         let given = Some(BorderForm { dims, dtype, form: border.form });
-        self.forms().entry((stage, micro_batch)).or_default().given = given;
+        self.all().entry(id).or_default().given = given;
     }
 
-    /// A border of the form that `stage` gets for a micro-batch, with values of no meaning. The
-    /// gradient that comes back has its form too.
+    /// A border of the form that the stage gets, with values of no meaning. `None` if no stage
+    /// before it was run. The gradient that comes back has its form too.
     ///
     /// # Errors
-    /// If no stage before `stage` was run.
-    pub fn border(&self, stage: usize, micro_batch: usize, device: &Device) -> Result<Border> {
-        let mut forms = self.forms();
-        let before = forms.iter().rev().filter(|((_, of), _)| *of == micro_batch);
-        let known = before.skip_while(|((at, _), _)| *at > stage).find_map(|(at, known)| {
-            let given = known.given.clone()?;
-            Some((at.0, given))
-        });
-        let Some((at, form)) = known else {
-            return Err(Error::Config(
-                "`trainer.strategy.pipeline_schedule`: a plan begins with rank 0, which does not compute the first \
-                 stage in this schedule"
-                    .to_owned(),
-            ));
+    /// If there is no memory for it.
+    pub fn border(&self, id: BorderId, device: &Device) -> Result<Option<Border>> {
+        let form = {
+            let all = &mut *self.all();
+            let mut before = all.range(BorderId { stage: 0, ..id }..=id).rev();
+            let Some(form) = before.find_map(|(_, known)| known.given.clone()) else {
+                return Ok(None);
+            };
+            all.entry(id).or_default().got = Some(form.clone());
+            form
         };
-        if at < stage {
-            forms.entry((stage, micro_batch)).or_default().guessed = Some(form.clone());
-        }
-        drop(forms);
-        Ok(Border { tensor: Tensor::zeros(form.dims, form.dtype, device)?, form: form.form })
+        let tensor = storage::unset(form.dims, form.dtype, device)?;
+        Ok(Some(Border { tensor, form: form.form }))
     }
 
-    /// Whether a stage got something else than what the stage before gave later. Forgets the
-    /// guesses.
-    pub fn were_guessed_wrong(&self) -> bool {
-        let mut wrong = false;
-        for known in self.forms().values_mut() {
-            let guessed = known.guessed.take();
-            wrong |= guessed.zip(known.given.as_ref()).is_some_and(|(a, b)| a != *b);
-        }
-        wrong
+    /// Whether each stage got what the stage before gave. Else the ranks have to be run again.
+    pub fn are_settled(&self) -> bool {
+        let is_right = |known: &Known| match (&known.got, &known.given) {
+            (Some(got), Some(given)) => got == given,
+            _ => true,
+        };
+        self.all().values().all(is_right)
     }
 
-    fn forms(&self) -> MutexGuard<'_, BorderForms> {
+    fn all(&self) -> MutexGuard<'_, BTreeMap<BorderId, Known>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -157,31 +158,40 @@ mod tests {
         Border { tensor, form: Some((Layout::Replicate, 0)) }
     }
 
-    fn rows(borders: &DryBorders, stage: usize, micro_batch: usize) -> usize {
-        borders.border(stage, micro_batch, &Device::Cpu).unwrap().tensor.dims()[0]
+    fn id(stage: usize, micro_batch: usize) -> BorderId {
+        BorderId { step: 1, micro_batch, stage }
+    }
+
+    fn rows(borders: &DryBorders, id: BorderId) -> Option<usize> {
+        let border = borders.border(id, &Device::Cpu).unwrap();
+        border.map(|border| border.tensor.dims()[0])
     }
 
     #[test]
     fn unknown_borders_are_guessed() {
         let borders = DryBorders::default();
-        assert!(borders.border(1, 0, &Device::Cpu).is_err());
-        borders.note(1, 0, &border(3));
-        borders.note(1, 1, &border(4));
-        assert_eq!((rows(&borders, 3, 0), rows(&borders, 3, 1)), (3, 4), "as stage 1 got");
-        borders.note(2, 0, &border(3));
-        borders.note(3, 0, &border(3));
-        borders.note(3, 1, &border(4));
-        assert!(!borders.were_guessed_wrong());
+        assert_eq!(rows(&borders, id(1, 0)), None);
+        borders.note(id(1, 0), &border(3));
+        borders.note(id(1, 1), &border(4));
+        let got =
+            [id(3, 0), id(3, 1), BorderId { step: 2, ..id(3, 0) }].map(|id| rows(&borders, id));
+        assert_eq!(got, [Some(3), Some(4), None], "as stage 1 got in the same step");
+        assert!(borders.are_settled());
+        borders.note(id(3, 0), &border(3));
+        assert!(borders.are_settled());
     }
 
     #[test]
     fn wrong_guesses_are_known() {
         let borders = DryBorders::default();
-        borders.note(1, 0, &border(3));
-        assert_eq!(rows(&borders, 2, 0), 3);
-        borders.note(2, 0, &border(5));
-        assert!(borders.were_guessed_wrong());
-        assert_eq!(rows(&borders, 2, 0), 5);
-        assert!(!borders.were_guessed_wrong());
+        borders.note(id(1, 0), &border(3));
+        assert_eq!(rows(&borders, id(2, 0)), Some(3));
+        borders.note(id(2, 0), &border(5));
+        assert!(!borders.are_settled());
+        assert_eq!(rows(&borders, id(2, 0)), Some(5));
+        assert!(borders.are_settled());
+        // Another round gave something else to a stage that was not run again.
+        borders.note(id(2, 0), &border(6));
+        assert!(!borders.are_settled());
     }
 }

@@ -56,6 +56,8 @@ pub enum Happening {
         op: &'static str,
         /// Bytes of the full tensors.
         bytes: u64,
+        /// The name by which a message's sender and receiver meet; empty for other collectives.
+        message: String,
     },
     /// The rank waits for a collective.
     Wait {
@@ -96,10 +98,10 @@ pub fn is_on() -> bool {
     context::dry_run(|run| run.is_some())
 }
 
-/// Work on fewer bytes is done in a dry run too, so that the buffers of small work are there.
-const SKIPPED_BYTES: usize = 8 << 20;
+/// Passes over fewer bytes are done in a dry run too, so that small values have a meaning.
+const SKIPPED_BYTES: usize = 64 << 10;
 
-/// Multiplications that are skipped. Fewer are done.
+/// Smaller products are done too, so that the buffers that threads keep for products are there.
 const SKIPPED_MULTIPLICATIONS: usize = 1 << 27;
 
 /// Records a pass over `bytes` of memory, read and written, in a dry run. Returns whether the

@@ -1,6 +1,7 @@
 //! A rank's list of actions, run.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use candle_core::{Device, Tensor};
@@ -25,6 +26,8 @@ pub(in crate::mesh_strategy) struct Executor {
     tied: Option<Arc<dyn ProcessGroup>>,
     /// Schedules by micro-batches.
     schedules: Mutex<BTreeMap<usize, Arc<Schedule>>>,
+    /// Training steps so far.
+    steps: AtomicUsize,
 }
 
 impl Executor {
@@ -42,6 +45,7 @@ impl Executor {
             tied: assignment.tied_group(group)?,
             assignment,
             schedules: Mutex::default(),
+            steps: AtomicUsize::default(),
         })
     }
 
@@ -151,8 +155,8 @@ impl Step<'_> {
     /// What a stage of this rank gets from its neighbour for an action.
     fn take(&mut self, action: Action) -> Result<Option<Border>> {
         let Some((key, neighbour)) = self.executor.needed(action) else { return Ok(None) };
-        if self.sender(neighbour).is_some() {
-            return self.inbox.take(key).map(Some);
+        if let Some(from) = self.sender(neighbour) {
+            return self.inbox.take(key, from).map(Some);
         }
         self.handed.remove(&key).map(Some).ok_or_else(|| {
             Error::other(format!(
@@ -168,6 +172,7 @@ impl Step<'_> {
         if rank == executor.group.rank() {
             self.handed.insert(key, border);
         } else {
+            self.inbox.note_sent(key, &border);
             self.sent.push_back(executor.links.send(rank, key, &border)?);
         }
         match self.sent.len() > MOST_SENT {
@@ -214,7 +219,8 @@ impl Pipeline for Executor {
     fn train(&self, micro_batches: usize, work: &mut dyn StageWork) -> Result<()> {
         let schedule = self.schedule(micro_batches)?;
         let actions = schedule.actions(self.group.rank());
-        let inbox = self.links.receive_all(&self.expected(micro_batches))?;
+        let step = self.steps.fetch_add(1, Ordering::Relaxed);
+        let inbox = self.links.receive_all(&self.expected(micro_batches), step)?;
         let (handed, sent) = (HashMap::new(), VecDeque::new());
         let mut step = Step { executor: self, inbox, handed, sent };
         self.slots().for_each(ParameterSlot::hold);

@@ -12,11 +12,12 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 
 use candle_core::{DType, Device, Tensor};
+use fulgurite_engine::autograd::storage;
 use fulgurite_engine::collective::{Label, ProcessGroup, Work};
-use fulgurite_engine::execution::{self, dry_run, read};
+use fulgurite_engine::execution::{self, ContextGuard, dry_run, read};
 use fulgurite_engine::module::stage::Border;
 use fulgurite_engine::parallel::Layout;
-use fulgurite_engine::strategy::DryBorders;
+use fulgurite_engine::strategy::{BorderId, DryBorders};
 use fulgurite_error::{Error, Result};
 
 use super::assignment::pair;
@@ -78,12 +79,9 @@ impl Links {
     pub(super) fn send(&self, to: usize, key: Key, border: &Border) -> Result<Sent> {
         let group = self.out.get(&to).ok_or_else(|| not_linked(to))?;
         let head = Tensor::new(&head(key, border)?, &Device::Cpu)?;
-        let _label = Label::enter(format!("stage {}, micro-batch {}", key.1, key.2));
+        let _label = label(key);
         let of_head = group.send(&head, 1)?;
         let tensor = border.tensor.detach().contiguous()?;
-        if let (Direction::Forward, Some(borders)) = (key.0, dry_borders()?) {
-            borders.note(key.1, key.2, border);
-        }
         let of_tensor = group.send(&tensor, 1)?;
         Ok(Sent { works: [of_head, of_tensor], _held: [head, tensor] })
     }
@@ -95,12 +93,16 @@ impl Links {
         receive(&**group, &self.device)
     }
 
-    /// Receives on threads: this many messages of each rank.
-    pub(super) fn receive_all(&self, counts: &BTreeMap<usize, usize>) -> Result<Inbox> {
+    /// Receives on threads: this many messages of each rank. `step` counts the calls.
+    pub(super) fn receive_all(
+        &self,
+        counts: &BTreeMap<usize, usize>,
+        step: usize,
+    ) -> Result<Inbox> {
         if let Some(borders) = dry_borders()? {
             let (incoming, device) = (self.incoming.clone(), self.device.clone());
             let messages = HashMap::new();
-            return Ok(Inbox::Dry(DryInbox { borders, incoming, device, messages }));
+            return Ok(Inbox::Dry(DryInbox { borders, step, incoming, device, messages }));
         }
         let arrived = Arc::new(Arrived::default());
         let mut threads = Vec::new();
@@ -124,7 +126,7 @@ impl Links {
     }
 }
 
-/// What borders are in a dry run; `None` in a real one.
+/// A dry run's borders; `None` in a real run.
 fn dry_borders() -> Result<Option<Arc<DryBorders>>> {
     if !dry_run::is_on() {
         return Ok(None);
@@ -160,6 +162,7 @@ pub(super) enum Inbox {
 /// Messages that come when a dry run expects them.
 pub(super) struct DryInbox {
     borders: Arc<DryBorders>,
+    step: usize,
     incoming: BTreeMap<usize, Arc<dyn ProcessGroup>>,
     device: Device,
     messages: HashMap<Key, ([Work; 2], Border)>,
@@ -199,19 +202,26 @@ impl Arrived {
 }
 
 impl Inbox {
-    /// Receives a message early in a dry run. A real run's threads do that.
-    pub(super) fn expect(&mut self, key: Key, from: usize) -> Result<()> {
-        match self {
-            Self::Real { .. } => Ok(()),
-            Self::Dry(inbox) => inbox.expect(key, from),
+    /// Tells other ranks' dry runs what this rank sends.
+    pub(super) fn note_sent(&self, key: Key, border: &Border) {
+        if let (Self::Dry(inbox), (Direction::Forward, stage, micro_batch)) = (self, key) {
+            inbox.borders.note(BorderId { step: inbox.step, micro_batch, stage }, border);
         }
     }
 
-    /// Waits for a message.
-    pub(super) fn take(&mut self, key: Key) -> Result<Border> {
+    /// Receives a message early in a dry run, if it is known. A real run's threads do that.
+    pub(super) fn expect(&mut self, key: Key, from: usize) -> Result<()> {
+        match self {
+            Self::Real { .. } => Ok(()),
+            Self::Dry(inbox) => inbox.expect(key, from).map(drop),
+        }
+    }
+
+    /// Waits for a message of a rank of the pipeline.
+    pub(super) fn take(&mut self, key: Key, from: usize) -> Result<Border> {
         let arrived = match self {
             Self::Real { arrived, .. } => arrived,
-            Self::Dry(inbox) => return inbox.take(key),
+            Self::Dry(inbox) => return inbox.take(key, from),
         };
         let mut messages = arrived.lock();
         loop {
@@ -237,27 +247,42 @@ impl Inbox {
 }
 
 impl DryInbox {
-    fn expect(&mut self, key: Key, from: usize) -> Result<()> {
+    /// Receives a message, if it is known what comes. Returns whether it is there.
+    fn expect(&mut self, key: Key, from: usize) -> Result<bool> {
         if self.messages.contains_key(&key) {
-            return Ok(());
+            return Ok(true);
         }
         let (direction, stage, micro_batch) = key;
         // A gradient has the form of what the next stage got.
-        let getting = if direction == Direction::Forward { stage } else { stage + 1 };
+        let stage = if direction == Direction::Forward { stage } else { stage + 1 };
+        let id = BorderId { step: self.step, micro_batch, stage };
+        let Some(border) = self.borders.border(id, &self.device)? else { return Ok(false) };
         let group = self.incoming.get(&from).ok_or_else(|| not_linked(from))?;
+        let _label = label(key);
         let of_head = group.recv(&Tensor::zeros(HEAD, DType::F64, &Device::Cpu)?, 0)?;
-        let border = self.borders.border(getting, micro_batch, &self.device)?;
         let of_tensor = group.recv(&border.tensor, 0)?;
         self.messages.insert(key, ([of_head, of_tensor], border));
-        Ok(())
+        Ok(true)
     }
 
-    fn take(&mut self, key: Key) -> Result<Border> {
-        let missing = || Error::other("a dry run of a pipeline takes what it did not expect");
-        let (works, border) = self.messages.remove(&key).ok_or_else(missing)?;
+    fn take(&mut self, key: Key, from: usize) -> Result<Border> {
+        self.expect(key, from)?;
+        let Some((works, border)) = self.messages.remove(&key) else {
+            return Err(Error::Config(
+                "`trainer.strategy.pipeline_schedule`: a plan begins with rank 0, which does not compute the first \
+                 stage in this schedule"
+                    .to_owned(),
+            ));
+        };
         works.into_iter().try_for_each(Work::wait)?;
         Ok(border)
     }
+}
+
+/// Names a message for records.
+fn label((direction, stage, micro_batch): Key) -> ContextGuard {
+    let what = if direction == Direction::Forward { "stage" } else { "gradient for stage" };
+    Label::enter(format!("{what} {stage}, micro-batch {micro_batch}"))
 }
 
 fn head((direction, stage, micro_batch): Key, border: &Border) -> Result<[f64; HEAD]> {
@@ -303,7 +328,7 @@ fn receive(group: &dyn ProcessGroup, device: &Device) -> Result<(Key, Border)> {
         1 => Some((Layout::Replicate, number(6))),
         _ => Some((Layout::Shard(head[5] as isize), number(6))),
     };
-    let tensor = Tensor::zeros(dims, dtype, device)?;
+    let tensor = storage::unset(dims, dtype, device)?;
     group.recv(&tensor, 0)?.wait()?;
     Ok(((direction, number(1), number(2)), Border { tensor, form }))
 }

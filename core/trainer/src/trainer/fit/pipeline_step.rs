@@ -9,6 +9,7 @@ use crate::trainer::StepContext;
 use crate::trainer::fit::plan::LoopPlan;
 use crate::trainer::module::hooks::Hook;
 use crate::trainer::module::runner::ModuleRunner;
+use crate::trainer::run_plan::check_time;
 use crate::trainer::session::Session;
 use crate::{Error, Result};
 use fulgurite_engine::autograd::detect_anomaly;
@@ -90,7 +91,7 @@ impl StageWork for TrainingWork<'_> {
         ctx.begin_batch(micro_batch as u64, samples, is_padding);
         ctx.is_muted = !stage.is_last();
         let step = ctx.step;
-        mark("forward", index, micro_batch);
+        mark("forward", index, micro_batch)?;
         let of_stage = stage.run(input.as_ref(), || {
             let loss = runner.kept_training_step(micro_batch, ctx, &mut |forward| {
                 let scope = fabric.scope(true, step, first_sample);
@@ -121,7 +122,7 @@ impl StageWork for TrainingWork<'_> {
         let Some(computed) = self.computed.remove(&(stage, micro_batch)) else {
             return Err(Error::other("a stage's backward comes before its forward"));
         };
-        mark("backward", stage, micro_batch);
+        mark("backward", stage, micro_batch)?;
         let (step, first_sample) = (self.ctx.step, self.batches[micro_batch].first_sample);
         let _scope = self.fabric.forward_scope(true, step, first_sample);
         let located =
@@ -136,7 +137,7 @@ impl StageWork for TrainingWork<'_> {
     }
 
     fn weights(&mut self, stage: usize, micro_batch: usize) -> Result<()> {
-        mark("gradients of weights", stage, micro_batch);
+        mark("gradients of weights", stage, micro_batch)?;
         let _phase = self.fabric.measurements().phase("backward");
         let left = self.left.remove(&(stage, micro_batch));
         left.map_or(Ok(()), LaterGradients::compute)
@@ -144,8 +145,10 @@ impl StageWork for TrainingWork<'_> {
 }
 
 /// Begins a part of a planned step.
-fn mark(part: &str, stage: usize, micro_batch: usize) {
-    if dry_run::is_on() {
-        memory::mark(&format!("{part} of stage {stage}, micro-batch {micro_batch}"));
+fn mark(part: &str, stage: usize, micro_batch: usize) -> Result<()> {
+    if !dry_run::is_on() {
+        return Ok(());
     }
+    memory::mark(&format!("{part} of stage {stage}, micro-batch {micro_batch}"));
+    check_time()
 }

@@ -1,24 +1,42 @@
-//! Data of plans at the start of a run, which may be read in part.
+//! Plans at the start of a run, whose time is limited and whose data may be read in part.
 
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
-use crate::Result;
+use crate::{Error, Result};
 use fulgurite_engine::data::{DataContext, DataModule};
 use fulgurite_engine::execution;
 use fulgurite_engine::memory;
 
 /// In force in a dry run at the start of a run: data is [previewed](DataModule::preview), because
 /// the run itself reads it again.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Brief {
+    /// When the dry run is given up.
+    end: Instant,
     /// Bytes that the run will hold of data that was not read.
     unread_bytes: AtomicU64,
 }
 
 impl Brief {
+    pub(super) fn until(end: Instant) -> Self {
+        Self { end, unread_bytes: AtomicU64::new(0) }
+    }
+
     /// Bytes that the run will hold of data that was not read.
     pub(super) fn unread_bytes(&self) -> u64 {
         self.unread_bytes.load(Ordering::Relaxed)
+    }
+}
+
+/// Gives up a brief dry run that has taken too long.
+///
+/// # Errors
+/// If it has.
+pub(crate) fn check_time() -> Result<()> {
+    match execution::value::<Brief>() {
+        Some(brief) if Instant::now() > brief.end => Err(Error::other("the dry run is given up")),
+        _ => Ok(()),
     }
 }
 

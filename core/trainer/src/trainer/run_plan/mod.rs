@@ -16,7 +16,7 @@ mod plan;
 mod rank_run;
 mod timing;
 
-pub(crate) use brief::open_data;
+pub(crate) use brief::{check_time, open_data};
 pub use comparison::PlanComparison;
 pub use hardware::{Flops, Hardware, Link};
 pub use outlook::Outlook;

@@ -20,6 +20,11 @@ use fulgurite_engine::strategy::{DryBorders, ParallelizeFn};
 /// The time that a plan may take at the start of a run.
 const BRIEF: Duration = Duration::from_secs(5);
 
+/// Rounds of dry runs of a pipeline, whose stages tell each other what they give.
+const MOST_ROUNDS: usize = 100;
+const UNSETTLED: &str = "the stages of the pipeline give each other other shapes in each dry run, so that the run cannot be \
+     planned";
+
 /// The plan of a run: what a step takes on all its ranks. Made by [`RunPlan::of`].
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
@@ -123,7 +128,7 @@ impl RunPlan {
     ///
     /// Opens the run's data, and calls the module's `configure_model` and `training_step`, as rank
     /// of each class. Code of a module's own that computes with candle's operations computes in
-    /// full, so a plan of such a module takes the time of three steps.
+    /// full, so a plan of such a module takes the time of two steps of a rank.
     ///
     /// # Errors
     /// As [`Trainer::check`](crate::trainer::Trainer::check) and
@@ -179,6 +184,7 @@ impl RunPlan {
         let end = limit.map(|limit| Instant::now() + limit);
         let borders = DryBorders::default();
         let dry = |rank| run_rank::<M>(run, parallelize.clone(), (rank, world_size), &borders, end);
+        let mut rounds = 0;
         let (classes, class_of, runs) = loop {
             let Some(first) = dry(0)? else { return Ok(None) };
             let (classes, class_of) = match &first.model.mesh {
@@ -190,9 +196,13 @@ impl RunPlan {
                 let Some(run) = dry(class.rank)? else { return Ok(None) };
                 runs.push(run);
             }
-            // Each round knows what one more stage gives.
-            if borders.were_guessed_wrong() {
-                continue;
+            // What a stage gives may depend on what it got, so each round settles one stage more.
+            if !borders.are_settled() {
+                rounds += 1;
+                match rounds < MOST_ROUNDS {
+                    true => continue,
+                    false => return Err(Error::other(UNSETTLED)),
+                }
             }
             match runs.iter_mut().find_map(|run| run.failed.take()) {
                 Some(error) => return Err(error),

@@ -7,12 +7,12 @@ use std::time::Instant;
 use candle_core::Tensor;
 use tracing::subscriber::NoSubscriber;
 
-use super::brief::Brief;
+use super::brief::{Brief, check_time};
 use crate::run::{CountOrFraction, RunConfig};
 use crate::trainer::{Callback, HookContext, Hooks, LightningModule, RunConfigOf, Trainer};
 use crate::{Error, Result};
 use fulgurite_engine::collective::{
-    Collective, DryRunGroup, End, Intercepted, Interceptor, ProcessGroup, Record, Solo, Work,
+    Collective, DryRunGroup, End, Intercepted, Interceptor, Label, ProcessGroup, Record, Solo, Work,
 };
 use fulgurite_engine::execution::dry_run::{DryRun, Happening};
 use fulgurite_engine::execution::{self, ExecutionContext};
@@ -58,7 +58,7 @@ pub(super) struct RankRun {
     /// What happened in the reported step, in order.
     pub(super) happenings: Vec<Happening>,
     pub(super) model: Model,
-    /// Why it made no step, if the model was set up before.
+    /// The error of a dry run that set up the model but made no step.
     pub(super) failed: Option<Error>,
 }
 
@@ -72,7 +72,7 @@ pub(super) struct Model {
     pub(super) mesh: Option<DeviceMesh>,
     /// Micro-batches of the reported step.
     pub(super) micro_batches: u64,
-    /// Items that its losses counted on this rank; 0 on ranks without the last stage.
+    /// Items that its losses counted on this rank; 1 on ranks without the last stage.
     pub(super) items: f64,
     /// Bytes of a checkpoint: parameters and the optimizers' state.
     pub(super) checkpoint_bytes: u64,
@@ -158,11 +158,9 @@ fn run_here<M: LightningModule>(
         1 => Arc::new(Solo::new("world", 0)),
         _ => log.watch(Arc::new(DryRunGroup::world(rank, world_size))),
     };
-    let mut trainer = Trainer::new(world).with_print(|_| ()).with_callback(Box::new(Watch {
-        log: log.clone(),
-        seen: seen.clone(),
-        end,
-    }));
+    let mut trainer = Trainer::new(world)
+        .with_print(|_| ())
+        .with_callback(Box::new(Watch { log: log.clone(), seen: seen.clone() }));
     if let Some(parallelize) = parallelize {
         trainer = trainer.parallelize(move |tree: &mut ModuleTree, mesh: &DeviceMesh| {
             parallelize.parallelize(tree, mesh)
@@ -170,7 +168,7 @@ fn run_here<M: LightningModule>(
     }
     // At the start of a run, the run itself says what there is to be said.
     let quiet = end.map(|_| tracing::subscriber::set_default(NoSubscriber::default()));
-    let brief = end.map(|_| execution::enter(Brief::default()));
+    let brief = end.map(|end| execution::enter(Brief::until(end)));
     let of_data = execution::value::<Brief>();
     let borders = execution::enter(borders.clone());
     let trace = Trace::start_reserving();
@@ -181,12 +179,13 @@ fn run_here<M: LightningModule>(
     drop(trainer);
     let memory = trace.map(Trace::finish);
     let seen = std::mem::take(&mut *seen.lock().unwrap_or_else(PoisonError::into_inner));
-    if seen.is_late {
+    if seen.happenings.is_none() && end.is_some_and(|end| Instant::now() > end) {
         return Ok(None);
     }
     let (happenings, failed) = match (seen.happenings, result) {
         (Some(happenings), _) => (happenings, None),
-        (None, Err(error)) if seen.model.mesh.is_some() => (Vec::new(), Some(error)),
+        // Other stages may have to say first what this rank gets.
+        (None, Err(error)) if has_stages(&seen.model) => (Vec::new(), Some(error)),
         (None, Err(error)) => return Err(error),
         (None, Ok(_)) => {
             return Err(Error::other("the dry run made no step: the run has no second step"));
@@ -205,12 +204,14 @@ fn run_here<M: LightningModule>(
     Ok(Some(RankRun { memory, unread_bytes, calls, groups, happenings, model, failed }))
 }
 
+fn has_stages(model: &Model) -> bool {
+    model.mesh.as_ref().is_some_and(|mesh| mesh.pipeline().is_some())
+}
+
 /// What the callback has seen.
 #[derive(Default)]
 struct Seen {
     happenings: Option<Vec<Happening>>,
-    /// Whether the dry run was given up.
-    is_late: bool,
     model: Model,
 }
 
@@ -218,8 +219,6 @@ struct Seen {
 struct Watch {
     log: Log,
     seen: Arc<Mutex<Seen>>,
-    /// When the dry run is given up.
-    end: Option<Instant>,
 }
 
 impl Watch {
@@ -229,10 +228,7 @@ impl Watch {
 
     /// Begins a part of the step, unless the dry run has taken too long.
     fn begin(&self, part: &str) -> Result<()> {
-        if self.end.is_some_and(|end| Instant::now() > end) {
-            self.seen().is_late = true;
-            return Err(Error::other("the dry run is given up"));
-        }
+        check_time()?;
         self.log.mark(part);
         Ok(())
     }
@@ -334,7 +330,10 @@ impl Log {
         });
         let mut started = self.started.lock().unwrap_or_else(PoisonError::into_inner);
         *started += 1;
-        self.run.record(Happening::Start { id: *started, group: index, op, bytes: bytes as u64 });
+        let label = Label::current().filter(|_| matches!(op, "send" | "recv"));
+        let message = label.map_or_else(String::new, |label| label.0.clone());
+        let (id, bytes) = (*started, bytes as u64);
+        self.run.record(Happening::Start { id, group: index, op, bytes, message });
         *started
     }
 

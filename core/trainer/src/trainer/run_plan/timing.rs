@@ -59,16 +59,18 @@ pub(super) fn step_times(
 struct Order<'a> {
     group: &'a str,
     is_message: bool,
+    /// The messages' name, if they have one.
+    message: &'a str,
     /// Of messages: the sender's and the receiver's.
     classes: Vec<usize>,
 }
 
-/// What has happened in an [`Order`].
+/// The state of an [`Order`].
 #[derive(Debug, Default)]
 struct Meetings {
     /// When each collective has ended.
     ends: Vec<f64>,
-    /// Those that wait for classes.
+    /// Collectives that still wait for classes.
     open: VecDeque<Open>,
 }
 
@@ -84,7 +86,8 @@ struct Open {
 impl Meetings {
     /// A class comes to collective `index` at `now`; it begins when there are `needed`.
     fn come(&mut self, index: usize, needed: usize, now: f64, secs: f64) {
-        let place = index.saturating_sub(self.ends.len());
+        // One that was ended without this class.
+        let Some(place) = index.checked_sub(self.ends.len()) else { return };
         if place >= self.open.len() {
             self.open.push_back(Open::default());
         }
@@ -152,7 +155,7 @@ impl<'a> Rank<'a> {
 
     /// The order that a collective belongs to; `None` if its ranks are of one class, or if it is not
     /// known to whom a message goes.
-    fn order(&self, group: usize, op: &str) -> Option<Order<'a>> {
+    fn order(&self, group: usize, op: &str, message: &'a str) -> Option<Order<'a>> {
         let all = &self.classes[group];
         let other = all.iter().copied().find(|class| *class != self.class)?;
         let (is_message, classes) = match op {
@@ -161,7 +164,7 @@ impl<'a> Rank<'a> {
             "recv" => (true, vec![other, self.class]),
             _ => (false, all.clone()),
         };
-        Some(Order { group: &self.of.groups[group].name, is_message, classes })
+        Some(Order { group: &self.of.groups[group].name, is_message, message, classes })
     }
 
     fn compute(&mut self, secs: f64) {
@@ -215,11 +218,11 @@ impl<'a> Replay<'a> {
                 let secs = *sharing * *bytes as f64 / hardware.memory_bytes_per_s;
                 rank.compute(hardware.launch_s + secs);
             }
-            Happening::Start { id, group, op, bytes } => {
+            Happening::Start { id, group, op, bytes, message } => {
                 let of = &rank.of.groups[*group];
                 let link = link(of, hardware, self.ranks_per_host);
                 let secs = collective_s(op, *bytes, of.global_ranks.len(), link);
-                let ending = match rank.order(*group, op) {
+                let ending = match rank.order(*group, op, message) {
                     None => {
                         let end = rank.free[*group].max(rank.now) + secs;
                         rank.free[*group] = end;
@@ -231,8 +234,12 @@ impl<'a> Replay<'a> {
                         *come += 1;
                         if *op != "recv" {
                             let needed = if order.is_message { 1 } else { order.classes.len() };
+                            // Sends of one group go one after the other.
+                            let free = if order.is_message { rank.free[*group] } else { 0.0 };
+                            let at = rank.now.max(free);
+                            rank.free[*group] = at + secs;
                             let meetings = meetings.entry(order.clone()).or_default();
-                            meetings.come(index, needed, rank.now, secs);
+                            meetings.come(index, needed, at, secs);
                         }
                         Ending::Met(order, index)
                     }
@@ -329,7 +336,8 @@ mod tests {
     }
 
     fn start(id: u64, bytes: u64) -> Happening {
-        Happening::Start { id, group: 0, op: "all_gather_into", bytes }
+        let (op, message) = ("all_gather_into", String::new());
+        Happening::Start { id, group: 0, op, bytes, message }
     }
 
     /// The time of two ranks that do the same.
@@ -346,8 +354,10 @@ mod tests {
         Recorded { happenings, groups: vec![group([0, 1])] }
     }
 
+    /// The message of this number.
     fn message(id: u64, op: &'static str) -> Happening {
-        Happening::Start { id, group: 0, op, bytes: 1_000_000_000 }
+        let message = format!("message {id}");
+        Happening::Start { id, group: 0, op, bytes: 1_000_000_000, message }
     }
 
     /// Ranks of two classes, on hosts of two devices.
@@ -365,6 +375,15 @@ mod tests {
         let receiver =
             vec![message(1, "recv"), message(2, "recv"), wait(1), pass(2), wait(2), pass(1)];
         assert_eq!(times_of([sender, receiver]), [(4.0, 0.0), (6.0, 3.0)]);
+    }
+
+    #[test]
+    fn messages_meet_by_name() {
+        let wait = |id| Happening::Wait { id };
+        let sender = vec![message(1, "send"), pass(3), message(2, "send")];
+        // The second is expected first.
+        let receiver = vec![message(2, "recv"), message(1, "recv"), wait(1), pass(1), wait(2)];
+        assert_eq!(times_of([sender, receiver]), [(4.0, 0.0), (4.0, 3.0)]);
     }
 
     #[test]
