@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use fulgurite_core::counted;
-use fulgurite_core::run_plan::{Outlook, RankPlan, RunPlan};
+use fulgurite_core::run_plan::{Outlook, PlannedCollective, RankPlan, RunPlan};
 use fulgurite_core::strategy::Bytes;
 
 /// The plan for a terminal.
@@ -19,8 +19,11 @@ pub(super) fn of(plan: &RunPlan) -> String {
             n => format!("{n} micro-batches"),
         },
     );
+    // Of many classes, only the one that holds most is shown by kind.
+    let is_short = plan.ranks.len() > SHOWN_BY_KIND;
+    text.push_str(if is_short { "\n" } else { "" });
     for rank in &plan.ranks {
-        memory(&mut text, rank);
+        memory(&mut text, rank, !is_short || rank.peak_bytes == plan.peak_bytes);
     }
     let _ = writeln!(
         text,
@@ -28,7 +31,7 @@ pub(super) fn of(plan: &RunPlan) -> String {
         counted(plan.calls_per_step, "call"),
         Bytes(plan.traffic_bytes_per_step)
     );
-    for collective in &plan.collectives {
+    for collective in &with_stages_together(&plan.collectives) {
         let place = if collective.between_hosts { "between hosts" } else { "within hosts" };
         let group = format!("{} of {}", collective.group, counted(collective.ranks, "rank"));
         let _ = writeln!(
@@ -45,7 +48,33 @@ pub(super) fn of(plan: &RunPlan) -> String {
     text
 }
 
-fn memory(text: &mut String, rank: &RankPlan) {
+/// Classes of ranks whose memory is shown by kind.
+const SHOWN_BY_KIND: usize = 4;
+
+/// The collectives, with one row for the messages of all neighbouring stages.
+fn with_stages_together(all: &[PlannedCollective]) -> Vec<PlannedCollective> {
+    let mut rows: Vec<PlannedCollective> = Vec::new();
+    for collective in all {
+        let mut row = collective.clone();
+        if matches!(row.op, "send" | "recv") && row.group.starts_with("pipeline ") {
+            row.group = "neighbouring stages".to_owned();
+        }
+        let is_same = |known: &&mut PlannedCollective| {
+            (&known.group, known.op, known.ranks, known.between_hosts)
+                == (&row.group, row.op, row.ranks, row.between_hosts)
+        };
+        match rows.iter_mut().find(is_same) {
+            Some(known) => {
+                known.calls += row.calls;
+                known.bytes += row.bytes;
+            }
+            None => rows.push(row),
+        }
+    }
+    rows
+}
+
+fn memory(text: &mut String, rank: &RankPlan, by_kind: bool) {
     let who = match rank.count {
         1 => format!("rank {}", rank.rank),
         n => format!("rank {} and {} like it", rank.rank, n - 1),
@@ -57,8 +86,9 @@ fn memory(text: &mut String, rank: &RankPlan) {
         );
         return;
     };
-    let _ = writeln!(text, "\n{who}: at most {} ({})", Bytes(peak), rank.peak_in);
-    for (kind, bytes) in &rank.peak_by_kind {
+    let space = if by_kind { "\n" } else { "" };
+    let _ = writeln!(text, "{space}{who}: at most {} ({})", Bytes(peak), rank.peak_in);
+    for (kind, bytes) in rank.peak_by_kind.iter().filter(|_| by_kind) {
         let _ = writeln!(text, "  {kind:20} {}", Bytes(*bytes));
     }
 }
@@ -110,5 +140,32 @@ fn secs(secs: f64) -> String {
         s if s >= 120.0 => format!("{:.1} min", s / 60.0),
         s if s >= 1.0 => format!("{s:.2} s"),
         s => format!("{:.2} ms", s * 1e3),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_of_stages_are_one_row() {
+        let row = |group: &str, op| PlannedCollective {
+            group: group.to_owned(),
+            ranks: 2,
+            between_hosts: false,
+            op,
+            calls: 4,
+            bytes: 10,
+        };
+        let rows = with_stages_together(&[
+            row("pipeline 0 to 1", "send"),
+            row("world", "all_reduce"),
+            row("pipeline 1 to 0", "send"),
+            row("pipeline 1 to 0", "recv"),
+        ]);
+        let shown: Vec<_> = rows.iter().map(|row| (&row.group[..], row.op, row.calls)).collect();
+        let stages = "neighbouring stages";
+        assert_eq!(shown, [(stages, "send", 8), ("world", "all_reduce", 4), (stages, "recv", 4)]);
+        assert_eq!(rows[0].bytes, 20);
     }
 }
