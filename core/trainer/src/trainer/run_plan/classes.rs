@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use crate::Result;
 use fulgurite_engine::mesh::DeviceMesh;
-use fulgurite_engine::shard::ShardSpec;
+use fulgurite_engine::shard::{Cut, Placement, ShardSpec};
 
 /// Ranks that hold parts of the same sizes, and so do the same.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -44,6 +44,13 @@ pub(super) fn rank_classes(
         let along = |dim: &str| dims.iter().position(|known| *known == dim).map_or(0, |i| at[i]);
         // What is left after each cut: ranks gather parts that a later cut has made.
         let after = |spec: &ShardSpec| -> Vec<usize> {
+            let is_elsewhere = |cut: &Cut| match cut.placement {
+                Placement::Stages(a, b) => ![a, b].contains(&along(&cut.mesh_dim)),
+                _ => false,
+            };
+            if spec.cuts.iter().any(is_elsewhere) {
+                return vec![ELSEWHERE];
+            }
             let cut = |n| ShardSpec { shape: spec.shape.clone(), cuts: spec.cuts[..n].to_vec() };
             (1..=spec.cuts.len()).flat_map(|n| cut(n).region(along).sizes).collect()
         };
@@ -60,14 +67,18 @@ pub(super) fn rank_classes(
     Ok((ranks.iter().map(class).collect(), class_of))
 }
 
+/// Stands for the sizes of a parameter of another stage.
+const ELSEWHERE: usize = usize::MAX;
+
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
 
     use super::*;
     use fulgurite_engine::collective::DryRunGroup;
-    use fulgurite_engine::mesh::{DATA_PARALLEL_SHARD, MeshLayout, TENSOR_PARALLEL};
-    use fulgurite_engine::shard::{Cut, Placement};
+    use fulgurite_engine::mesh::{
+        DATA_PARALLEL_SHARD, MeshLayout, PIPELINE_PARALLEL, TENSOR_PARALLEL,
+    };
 
     fn classes_of(ranks: usize, rows: usize) -> Vec<(usize, usize)> {
         let layout = MeshLayout::new([(DATA_PARALLEL_SHARD, ranks)]).unwrap();
@@ -84,6 +95,19 @@ mod tests {
         assert_eq!(classes_of(4, 8), [(0, 4)]);
         assert_eq!(classes_of(4, 5), [(0, 2), (2, 1), (3, 1)]);
         assert_eq!(classes_of(4, 2), [(0, 2), (2, 2)]);
+    }
+
+    #[test]
+    fn stages_of_equal_sizes_are_classes() {
+        let layout = MeshLayout::new([(PIPELINE_PARALLEL, 2), (TENSOR_PARALLEL, 2)]).unwrap();
+        let mesh = DeviceMesh::new(layout, Arc::new(DryRunGroup::world(0, 4))).unwrap();
+        let of_stage = |stage| {
+            let cut = Cut::new(PIPELINE_PARALLEL, 2, Placement::Stages(stage, stage));
+            ShardSpec::new(vec![4, 3]).with_cut(cut)
+        };
+        let (classes, class_of) = rank_classes(&mesh, &[of_stage(0), of_stage(1)]).unwrap();
+        let found: Vec<_> = classes.iter().map(|class| (class.rank, class.count)).collect();
+        assert_eq!((found, class_of), (vec![(0, 2), (2, 2)], vec![0, 0, 1, 1]));
     }
 
     #[test]
