@@ -80,12 +80,12 @@ mod tests {
 
     #[test]
     fn own_threads_are_as_many() {
-        let here = std::thread::current().id();
-        let (there, threads) = on_own_threads("own".to_owned(), || {
-            (std::thread::current().id(), rayon::current_num_threads())
-        })
-        .unwrap();
-        assert!(there != here && threads == rayon::current_num_threads());
+        let own = || (std::thread::current().id(), rayon::current_num_threads());
+        let pool = ThreadPoolBuilder::new().num_threads(3).build().unwrap();
+        let (here, there) =
+            pool.install(|| (own(), on_own_threads("own".to_owned(), own).unwrap()));
+        assert_ne!(there.0, here.0);
+        assert_eq!(there.1, 3);
     }
 
     #[test]

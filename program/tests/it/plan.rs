@@ -246,7 +246,10 @@ fn a_run_that_does_not_fit_gets_advice() {
 fn search_finds_what_none_beats() {
     let dir = tempfile::tempdir().unwrap();
     let more = ["--search", "--hardware", "h100", "--world", "2", "--json"];
-    let found = last_object(&fulgurite("plan", dir.path(), &[], &more));
+    let output = fulgurite("plan", dir.path(), &[], &more);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(!errors.contains("WARN"), "a candidate's warning: {errors}");
+    let found = last_object(&output);
     let front = found["front"].as_array().unwrap();
     assert!(!front.is_empty() && found["planned"].as_u64().unwrap() > front.len() as u64);
     let numbers =
@@ -265,7 +268,10 @@ fn nonsense_is_refused_as_by_a_run() {
          between_hosts = { latency_s = 0, bytes_per_s = 1 }\n",
     )
     .unwrap();
-    let cases: [(&[&str], &[&str], &str); 9] = [
+    std::fs::write(dir.path().join("turned.csv"), "1F0,1B0\n0F0,0B0\n").unwrap();
+    let turned = r#"trainer.strategy={type="model_parallel",pipeline_parallel_size=2,pipeline_schedule="turned.csv"}"#;
+    let cases: [(&[&str], &[&str], &str); 10] = [
+        (&["trainer.devices=2", turned], &[], "a plan begins with rank 0"),
         (&["trainer.plan_hardware=abacus"], &[], "`trainer.plan_hardware` abacus"),
         (&[], &["--search", "--page", "plan.html"], "cannot be used with"),
         (&[], &["--print-config"], "--print-config is for a run"),

@@ -6,6 +6,7 @@ use fulgurite_core::Result;
 use fulgurite_core::run_plan::RunPlan;
 use fulgurite_core::strategy::Bytes;
 use serde_json::json;
+use tracing::subscriber::{NoSubscriber, with_default};
 
 use super::super::args::{Output, PlanRequest};
 use super::print;
@@ -84,8 +85,10 @@ fn candidates(
                 .run
                 .set
                 .extend(both.iter().map(|of| of.1.to_owned()).filter(|set| !set.is_empty()));
-            // What this model or world cannot do is no candidate.
-            let Ok(plan) = make(&changed) else { continue };
+            // What this model or world cannot do is no candidate, and warnings are for the user's
+            // own configuration.
+            let quietly = || make(&changed);
+            let Ok(plan) = with_default(NoSubscriber::default(), quietly) else { continue };
             found.push(Candidate {
                 changes: both.iter().map(|of| of.0).collect::<Vec<_>>().join(", "),
                 settings: both.iter().map(|of| of.1).filter(|set| !set.is_empty()).collect(),

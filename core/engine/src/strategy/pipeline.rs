@@ -76,9 +76,9 @@ pub trait StageWork {
 /// nothing. A value of the [execution context](fulgurite_tensor::execution), for all ranks of a
 /// plan.
 ///
-/// A rank that is run dry [notes](Self::note) what its stages give. A stage whose predecessor was
-/// not run yet gets what the last known stage before it gives, as in models whose units have one
-/// shape. [`are_settled`](Self::are_settled) tells whether all ranks got what they should.
+/// A rank that is run dry [notes](Self::note) the outputs of its stages. If the stage before was
+/// not run yet, a stage gets the output of the last one that was: in most models all units have one
+/// shape. [`are_settled`](Self::are_settled) tells whether that was right.
 #[derive(Debug, Clone, Default)]
 pub struct DryBorders(Arc<Mutex<BTreeMap<BorderId, Known>>>);
 

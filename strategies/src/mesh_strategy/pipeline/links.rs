@@ -270,7 +270,7 @@ impl DryInbox {
         let Some((works, border)) = self.messages.remove(&key) else {
             return Err(Error::Config(
                 "`trainer.strategy.pipeline_schedule`: a plan begins with rank 0, which does not compute the first \
-                 stage in this schedule"
+                 stage in this schedule; give the first line of the file stage 0"
                     .to_owned(),
             ));
         };

@@ -196,7 +196,7 @@ impl RunPlan {
                 let Some(run) = dry(class.rank)? else { return Ok(None) };
                 runs.push(run);
             }
-            // What a stage gives may depend on what it got, so each round settles one stage more.
+            // Outputs depend on inputs, so each round settles one stage more.
             if !borders.are_settled() {
                 rounds += 1;
                 match rounds < MOST_ROUNDS {

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use candle_core::Tensor;
+use tracing::dispatcher;
 use tracing::subscriber::NoSubscriber;
 
 use super::brief::{Brief, check_time};
@@ -138,8 +139,10 @@ pub(super) fn run_rank<M: LightningModule>(
     end: Option<Instant>,
 ) -> Result<Option<RankRun>> {
     let context = ExecutionContext::current();
+    let log = dispatcher::get_default(Clone::clone);
     on_own_threads(format!("dry rank {}", at.0), || {
-        context.run(|| run_here::<M>(run, parallelize, at, borders, end))
+        let dry = || context.run(|| run_here::<M>(run, parallelize, at, borders, end));
+        dispatcher::with_default(&log, dry)
     })
     .map_err(Error::other)?
 }

@@ -32,9 +32,9 @@ pub(super) struct Recorded {
 /// Goes through what happened in a step, on a rank of each class at the same time. `class_of` has
 /// the class of each rank. `ranks_per_host` ranks share a host.
 ///
-/// On each rank one stream computes. Collectives run beside it, one after the other in each group,
-/// and the computing stream waits for those that the engine waited for. A collective begins when
-/// ranks of all its classes have come to it; a message, when it is sent.
+/// On each rank one stream computes, and waits where the engine waited. Collectives run beside it,
+/// one after the other in each group. A collective begins with the last of its classes, and a
+/// message when it is sent.
 pub(super) fn step_times(
     recorded: &[Recorded],
     class_of: &[usize],
