@@ -28,6 +28,8 @@ pub(crate) struct Documents<'a> {
     pub(crate) report: &'a mut SourceReport,
     /// Bytes of all files, which [`read`](Self::read) sets.
     pub(crate) file_bytes: u64,
+    /// Bytes of the files that were read or left out; of the last one only its text so far.
+    pub(crate) seen_bytes: u64,
 }
 
 /// Whether a source was read to its end.
@@ -43,13 +45,23 @@ pub(crate) enum ReadTo {
 pub(crate) type Push<'a> = dyn FnMut(String) -> Result<()> + 'a;
 
 impl<'a> Documents<'a> {
+    pub(crate) fn new(
+        config: &'a TextDataConfig,
+        key: &'a str,
+        paths: &'a [PathBuf],
+        enough: usize,
+        report: &'a mut SourceReport,
+    ) -> Self {
+        Self { config, key, paths, enough, report, file_bytes: 0, seen_bytes: 0 }
+    }
+
     /// The same documents, for another read.
     pub(crate) fn again<'b>(&self, report: &'b mut SourceReport) -> Documents<'b>
     where
         'a: 'b,
     {
         let Self { config, key, paths, enough, .. } = *self;
-        Documents { config, key, paths, enough, report, file_bytes: 0 }
+        Documents::new(config, key, paths, enough, report)
     }
 
     /// Bytes of the documents that were read.
@@ -70,8 +82,8 @@ impl<'a> Documents<'a> {
             DataKind::Text | DataKind::Tokens => Wanted::Any,
         };
         let files = find(self.key, self.paths, wanted, self.report)?;
-        let bytes = files.iter().filter_map(|file| Some(file.path.metadata().ok()?.len()));
-        self.file_bytes = bytes.sum();
+        let len = |file: &Found| file.path.metadata().map_or(0, |about| about.len());
+        (self.file_bytes, self.seen_bytes) = (files.iter().map(len).sum(), 0);
         let (mut folder, mut before) = (None, 0);
         for file in &files {
             // A folder may contain files but no text.
@@ -79,6 +91,7 @@ impl<'a> Documents<'a> {
                 self.check_folder(folder.as_deref(), before)?;
                 (folder, before) = (file.folder.clone(), self.documents());
             }
+            let bytes_before = self.bytes();
             let read = match self.config.kind {
                 DataKind::Lines | DataKind::Jsonl => self.read_lines(file, push),
                 #[cfg(feature = "parquet")]
@@ -86,8 +99,10 @@ impl<'a> Documents<'a> {
                 _ => self.read_text(file, push),
             };
             if read? == ReadTo::Enough {
+                self.seen_bytes += self.bytes() - bytes_before;
                 return Ok(ReadTo::Enough);
             }
+            self.seen_bytes += len(file);
         }
         self.check_folder(folder.as_deref(), before)?;
         if self.documents() == 0 {

@@ -71,11 +71,11 @@ impl Text<'_> {
         let cache = self.cache.zip(identity.as_deref());
         if self.documents.enough < usize::MAX {
             let (ids, to, unknown) = in_memory(&mut self.documents, self.tokenizer)?;
-            let (read, all) = (self.documents.bytes(), self.documents.file_bytes);
+            let Documents { file_bytes: all, seen_bytes: seen, .. } = self.documents;
             let memory = match to {
                 _ if cache.is_some_and(|(cache, _)| cache.keeps(all) && cache.can_write()) => 0,
                 ReadTo::End => ids.memory(),
-                ReadTo::Enough => (ids.memory() as f64 * all as f64 / read.max(1) as f64) as u64,
+                ReadTo::Enough => (ids.memory() as f64 * all as f64 / seen.max(1) as f64) as u64,
             };
             return Ok(Tokens { ids, to, memory, unknown, not_kept: None });
         }
@@ -147,6 +147,7 @@ fn in_memory(
             all.extend(ids.iter().map(|&id| id as u16));
             Ok(())
         })?;
+        all.shrink_to_fit();
         Ok((Source::U16(all), to, unknown))
     } else {
         let mut all = Vec::new();
@@ -154,6 +155,7 @@ fn in_memory(
             all.extend_from_slice(ids);
             Ok(())
         })?;
+        all.shrink_to_fit();
         Ok((Source::U32(all), to, unknown))
     }
 }

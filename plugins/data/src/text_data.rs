@@ -132,7 +132,7 @@ impl TextData {
                 (kind, Some(tokenizer)) if kind != DataKind::Tokens => {
                     let paths = paths.as_slice();
                     let report = &mut source;
-                    let documents = Documents { config, key, paths, enough, report, file_bytes: 0 };
+                    let documents = Documents::new(config, key, paths, enough, report);
                     let text = Text { documents, tokenizer, cache: cache.as_ref() };
                     let tokens = text.tokenize()?;
                     if tokens.to == ReadTo::Enough {
