@@ -192,6 +192,7 @@ const VARIABLES: &[&str] = &[
     "ATTENTION",
     "BF16_PRODUCTS",
     "AGENT",
+    "AGENT_LINK",
     "SUPERVISOR",
     "START_TIME",
     "GENERATION",

@@ -9,7 +9,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::program::{Job, Run, Running, Scratch, assert_close};
 use crate::two_hosts::Hosts;
 
-const KEY: &str = "a key of sixteen characters or more";
+pub(crate) const KEY: &str = "a key of sixteen characters or more";
 
 /// A training run with many steps that saves.
 fn training(scratch: &Scratch) -> Job<'_> {
@@ -47,7 +47,7 @@ fn losses(runs: &[Run]) -> BTreeMap<u64, f64> {
 }
 
 /// The process of a rank that the agent started.
-fn rank_of(agent: &Running, rank: usize) -> Pid {
+pub(crate) fn rank_of(agent: &Running, rank: usize) -> Pid {
     let wanted =
         [format!("FULGURITE_AGENT={}", agent.pid().as_raw_nonzero()), format!("RANK={rank}")];
     agent.until("the rank to start", |_| {

@@ -317,7 +317,6 @@ fn settings_that_cannot_go_on_are_refused() {
     insta::assert_snapshot!(failing("trainer.elastic.min_ranks=3"), @"error: `trainer.elastic.min_ranks`: found 3, and `trainer.devices` = 2 are all ranks");
     insta::assert_snapshot!(failing("trainer.elastic.replicas=2"), @"error: `trainer.elastic.replicas`: must be 0 or 1, found 2: one host has one memory");
     insta::assert_snapshot!(failing("trainer.elastic.join_timeout_secs=0"), @"error: `trainer.elastic.join_timeout_secs`: must be at least 1, found 0");
-    insta::assert_snapshot!(failing("trainer.num_nodes=2"), @"error: `trainer.elastic`: goes on with the ranks of one host, and `trainer.num_nodes` = 2: leave it out, and let `fulgurite run --max-restarts` or the launcher start the ranks again");
     let diloco = "trainer.strategy={ type = \"diloco\", sync_every = 5 }";
     let error = job.clone().set(&[diloco, "trainer.elastic.replicas=1"]).fail();
     assert!(error.contains("`trainer.elastic.replicas`: this strategy lets"), "{error}");
@@ -325,8 +324,19 @@ fn settings_that_cannot_go_on_are_refused() {
     let run = RunConfig::<Table, Table>::from_layers(layers).unwrap();
     let error = Fabric::from_config(&run).unwrap().launch().err().unwrap().to_string();
     assert!(error.contains("a loop over Fabric cannot go on"), "{error}");
-    let error = job.under_agent(&["--nproc-per-node", "2"]).fail();
-    assert!(error.contains("works with ranks that this program starts itself"), "{error}");
+    let torchrun = [
+        ("RANK", "0"),
+        ("LOCAL_RANK", "0"),
+        ("WORLD_SIZE", "1"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", "1"),
+    ];
+    let started = torchrun.iter().fold(job, |job, (name, value)| job.env(name, value));
+    let error = started.fail();
+    assert!(
+        error.contains("works with ranks that this program or `fulgurite run` starts"),
+        "{error}"
+    );
 }
 
 /// The losses of validations by step. A validation that was cut off runs again.

@@ -11,6 +11,7 @@ mod crash;
 mod data_report;
 mod diloco;
 mod elastic;
+mod elastic_hosts;
 mod errors;
 mod explained;
 mod faults;

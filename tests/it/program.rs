@@ -495,7 +495,13 @@ impl Running {
 
     /// Number of steps reported so far.
     pub fn steps(&self) -> usize {
-        fs::read_to_string(&self.stdout).unwrap().matches("{\"event\":\"step\",").count()
+        self.count_of("step")
+    }
+
+    /// Number of events of a kind reported so far.
+    pub fn count_of(&self, kind: &str) -> usize {
+        let begin = format!("{{\"event\":\"{kind}\",");
+        fs::read_to_string(&self.stdout).unwrap().matches(&begin).count()
     }
 
     /// Waits until another step is reported.

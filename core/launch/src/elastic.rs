@@ -4,19 +4,19 @@
 //! next generation: it hosts a new store, with another key, for the ranks that are left and for the
 //! processes that replace lost ones. The old store's failure is the invitation to the new one. So
 //! no message of one generation can reach another.
+//!
+//! On several hosts, agents take the supervisor's place (`link`).
 
+use std::collections::HashSet;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::launcher::client_options;
+use super::link::Place;
 use super::rank::{LaunchedRank, Membership, RankInfo, membership};
-use super::rank_env::RankEnv;
 use super::signals::Starting;
-use crate::environment::Variables;
 use crate::{Error, Result};
-use fulgurite_store::{ClientIdentity, StoreHost, TcpStore};
 
 /// How a job goes on after it has lost a rank.
 ///
@@ -45,26 +45,45 @@ impl std::fmt::Debug for Elastic {
     }
 }
 
-/// The supervisor's message to the ranks of a generation that is over.
+/// The message to the ranks of a generation that is over, from their supervisor or agent.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Invitation {
     /// The number of the next generation.
     pub(super) generation: u64,
-    /// The port of its store.
-    pub(super) port: u16,
-    /// For each of its ranks the rank in the generation before; `None` for a new process.
-    pub(super) members: Vec<Option<usize>>,
+    /// The address of its store.
+    pub(super) store: (String, u16),
+    /// Under an agent, the number of its attempt, and the port of this host's own store.
+    pub(super) agent: Option<(u64, u16)>,
+    /// Number of its ranks on each node.
+    pub(super) nodes: Vec<usize>,
+    /// Its ranks that are new processes. Few, as those below: a message has a limited length.
+    pub(super) new: Vec<usize>,
+    /// Ranks of the generation before whose processes have no place in it. The others keep their
+    /// order.
+    pub(super) left_out: Vec<usize>,
 }
 
 /// Time to connect to the next store, which listens already.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
 /// The supervisor alone decides which ranks have not come in time.
 pub(super) const UNLIMITED: Duration = Duration::from_secs(365 * 24 * 3600);
-
 /// Begins an invitation in the message of a failure.
 const MARK: &str = "\nnext generation: ";
 
 impl Invitation {
+    /// An invitation to ranks whose numbers before are given; `None` for new processes.
+    pub(super) fn new(
+        (generation, store): (u64, (String, u16)),
+        nodes: Vec<usize>,
+        members: &[Option<usize>],
+        world_size_before: usize,
+    ) -> Self {
+        let new = (0..members.len()).filter(|&rank| members[rank].is_none()).collect();
+        let stays: HashSet<usize> = members.iter().copied().flatten().collect();
+        let left_out = (0..world_size_before).filter(|old| !stays.contains(old)).collect();
+        Self { generation, store, agent: None, nodes, new, left_out }
+    }
+
     /// The failure that ends a generation, and invites to the next.
     pub(super) fn message(&self, reason: &str) -> String {
         let invitation = serde_json::to_string(self).expect("numbers in lists are JSON");
@@ -75,6 +94,24 @@ impl Invitation {
     pub(super) fn read(message: &str) -> Option<Self> {
         let (_, invitation) = message.rsplit_once(MARK)?;
         serde_json::from_str(invitation).ok()
+    }
+
+    /// Returns the numbers of the rank that was `old` in the generation before; `None` if it has no
+    /// place.
+    fn info(&self, old: usize) -> Option<RankInfo> {
+        if self.left_out.contains(&old) {
+            return None;
+        }
+        let place = old - self.left_out.iter().filter(|&&other| other < old).count();
+        let world_size = self.nodes.iter().sum();
+        let rank = (0..world_size).filter(|rank| !self.new.contains(rank)).nth(place)?;
+        let (mut node_rank, mut first) = (0, 0);
+        while rank >= first + self.nodes[node_rank] {
+            first += self.nodes[node_rank];
+            node_rank += 1;
+        }
+        let local_world_size = self.nodes[node_rank];
+        Some(RankInfo { rank, world_size, local_rank: rank - first, local_world_size, node_rank })
     }
 }
 
@@ -93,11 +130,12 @@ pub fn first_world_size() -> Option<usize> {
     membership().map(|membership| membership.first_world_size)
 }
 
-/// Joins the next generation of this process's job, if its supervisor has begun one.
+/// Joins the next generation of this process's job, if its supervisor or agent has begun one.
 ///
-/// Call it after an error of a collective. It waits up to `within` for the reason of the error, and
-/// then for all ranks. The supervisor ends those that do not come. Every
-/// [`LaunchedRank`] of the generation before stays valid, but its store is closed.
+/// Call it after an error of a collective. It waits up to `within` for the reason of the error;
+/// under an agent, at least as long as the loss of a host takes to be noticed. Then it waits for
+/// all ranks. The supervisor or agents end those that do not come. Every [`LaunchedRank`] of the
+/// generation before stays valid, but its store is closed.
 ///
 /// Returns `None` if there is no next generation: the job has another failure, or none.
 ///
@@ -105,64 +143,66 @@ pub fn first_world_size() -> Option<usize> {
 /// If this process has no place in the next generation; [`Error::Interrupted`] if it is asked to end
 /// meanwhile.
 pub fn join_next_generation(within: Duration) -> Result<Option<LaunchedRank>> {
-    let Some(mut before) = membership() else { return Ok(None) };
+    let Some(before) = membership() else { return Ok(None) };
     let _starting = Starting::new();
+    let mut place = before.place();
+    let mut failed = None;
     loop {
-        let Some((lost, message)) = before.client.wait_for_failure(within) else {
-            return Ok(None);
+        let told = place.wait_for_failure(within);
+        let invited = told.and_then(|(lost, message)| {
+            Some((lost, Invitation::read(&message)?, reason(&message).to_owned()))
+        });
+        let Some((lost, invitation, message)) = invited else {
+            return failed.map_or(Ok(None), Err);
         };
-        let Some(invitation) = Invitation::read(&message) else { return Ok(None) };
-        let own = invitation.members.iter().position(|&old| old == Some(before.info.rank));
-        let Some(rank) = own else {
-            let message = reason(&message).to_owned();
+        let Some(info) = invitation.info(place.rank) else {
             return Err(Error::PeerFailed { rank: lost, message });
         };
-        let joined = join(before, &invitation, rank)?;
+        let link = before.link.to(&invitation, &info)?;
+        let client = match link.connect(info, CONNECT_TIMEOUT) {
+            Ok(client) => Arc::new(client),
+            // The host of the next store may be lost too, which the agent tells.
+            Err(error @ Error::Launch(_)) if link.agent.is_some() => {
+                place = Place { rank: info.rank, job: None, agent: link.agent.clone() };
+                failed = Some(error);
+                continue;
+            }
+            Err(error) => return Err(error),
+        };
+        let membership = Membership {
+            info,
+            generation: invitation.generation,
+            first_world_size: before.first_world_size,
+            address: link.address(&info),
+            client,
+            link,
+            server: None,
+            environment: before.environment,
+            started: before.started,
+            presence: Mutex::new(Weak::new()),
+        };
+        let joined = membership.enter();
         joined.end_on_panic();
         match joined.client.wait_for_all(UNLIMITED) {
             Ok(()) => return Ok(Some(joined.launched())),
             // Another rank was lost meanwhile.
-            Err(Error::PeerFailed { .. }) => before = joined,
+            Err(Error::PeerFailed { .. }) => (place, failed) = (joined.place(), None),
             Err(error) => return Err(error),
         }
     }
-}
-
-/// Connects to the store of the next generation.
-fn join(before: &Membership, invitation: &Invitation, rank: usize) -> Result<&'static Membership> {
-    let world_size = invitation.members.len();
-    let info =
-        RankInfo { rank, world_size, local_rank: rank, local_world_size: world_size, node_rank: 0 };
-    let Some(env) = RankEnv::read(&Variables::current())? else {
-        return Err(Error::Launch("only a supervisor begins another generation".to_owned()));
-    };
-    let env = RankEnv { generation: invitation.generation, info, port: invitation.port, ..env };
-    let identity = ClientIdentity { key: env.key(), rank, world_size };
-    let options = client_options(StoreHost::Supervisor);
-    let client = TcpStore::connect_with("127.0.0.1", env.port, identity, CONNECT_TIMEOUT, options)?;
-    let membership = Membership {
-        info,
-        generation: invitation.generation,
-        first_world_size: before.first_world_size,
-        address: None,
-        client: Arc::new(client),
-        server: None,
-        supervisor: before.supervisor,
-        environment: before.environment,
-        started: before.started,
-        presence: Mutex::new(Weak::new()),
-    };
-    Ok(membership.enter())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn invitation(nodes: &[usize], members: &[Option<usize>], before: usize) -> Invitation {
+        Invitation::new((2, ("host".to_owned(), 4711)), nodes.to_vec(), members, before)
+    }
+
     #[test]
     fn invitation_is_read_from_its_failure() {
-        let invitation =
-            Invitation { generation: 2, port: 4711, members: vec![Some(0), None, Some(3)] };
+        let invitation = invitation(&[3], &[Some(0), None, Some(3)], 4);
         let message = invitation.message("was killed by signal 9 (SIGKILL)");
         assert_eq!(Invitation::read(&message), Some(invitation));
         assert_eq!(reason(&message), "it was killed by signal 9 (SIGKILL)");
@@ -173,5 +213,18 @@ mod tests {
         let message = "it ran out of memory";
         assert_eq!(Invitation::read(message), None);
         assert_eq!(reason(message), message);
+    }
+
+    #[test]
+    fn ranks_keep_their_order() {
+        // Of ranks 0 to 5 on three nodes, 1 is replaced, and the node of 2 and 3 is lost.
+        let members = [Some(0), None, Some(4), Some(5)];
+        let invitation = invitation(&[2, 2], &members, 6);
+        let place = |old| {
+            let info = invitation.info(old)?;
+            Some((info.rank, info.local_rank, info.node_rank))
+        };
+        assert_eq!([0, 4, 5].map(place), [Some((0, 0, 0)), Some((2, 0, 1)), Some((3, 1, 1))]);
+        assert_eq!([1, 2, 3].map(place), [None; 3]);
     }
 }

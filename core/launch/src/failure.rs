@@ -155,7 +155,7 @@ impl Membership {
     }
 
     fn print_interrupted(&self) {
-        if self.supervisor.is_none() && self.info.rank == 0 {
+        if self.link.supervisor.is_none() && self.info.rank == 0 {
             print_message("interrupted");
         }
     }
@@ -174,7 +174,7 @@ impl Membership {
     }
 
     fn supervisor_prints(&self) -> bool {
-        self.supervisor.is_some_and(is_parent)
+        self.link.supervisor.as_ref().is_some_and(|env| is_parent(env.supervisor))
     }
 
     /// Announces that this rank leaves. On the rank that hosts the store, waits until the others
@@ -244,6 +244,8 @@ pub struct FailureWatch(&'static Membership);
 /// The failure of a job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct JobFailure {
+    /// The rank that failed.
+    pub rank: usize,
     /// What the failed rank, or another about it, has reported.
     pub message: String,
     /// Whether ranks may go on in a next generation.
@@ -258,9 +260,9 @@ impl FailureWatch {
 
     /// Waits up to `within` until the job has failed.
     pub fn wait(&self, within: Duration) -> Option<JobFailure> {
-        let (_, message) = self.0.client.wait_for_failure(within)?;
+        let (rank, message) = self.0.client.wait_for_failure(within)?;
         let goes_on = Invitation::read(&message).is_some();
-        Some(JobFailure { message, goes_on })
+        Some(JobFailure { rank, message, goes_on })
     }
 }
 

@@ -1,6 +1,6 @@
 //! Directories for what the ranks of an elastic job keep in this host's memory.
 //!
-//! They outlive the ranks. The supervisor makes and removes them.
+//! They outlive the ranks. The supervisor, or the agent of a job of one host, makes and removes them.
 
 use std::fs::File;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
@@ -74,14 +74,14 @@ fn remove_abandoned(root: &Path) {
 }
 
 /// Returns the directories that ranks of this job share and that outlive them, the best first.
-/// None without a supervisor that makes them
-/// ([`LaunchOptions::elastic`](crate::LaunchOptions::elastic)).
+/// None in a job that is not [elastic](crate::LaunchOptions::elastic), or that may have several
+/// hosts.
 pub fn job_memories() -> Vec<PathBuf> {
     let Some(membership) = membership() else { return Vec::new() };
-    let Some(supervisor) = membership.supervisor else { return Vec::new() };
+    let Some((starter, started)) = membership.link.starter() else { return Vec::new() };
     let own = rustix::process::geteuid().as_raw();
     let is_own = |path: &PathBuf| path.metadata().is_ok_and(|found| found.uid() == own);
-    let dirs = roots().map(|root| directory(&root, supervisor, membership.started));
+    let dirs = roots().map(|root| directory(&root, starter, started));
     dirs.into_iter().filter(is_own).collect()
 }
 

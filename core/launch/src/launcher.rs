@@ -10,6 +10,7 @@ use std::time::{Duration, SystemTime};
 use super::attempt::remember;
 use super::elastic::{Elastic, UNLIMITED, join_next_generation};
 use super::job_secret;
+use super::link::{AgentLink, GOING_ON_KEY, GoingOn, Link, ToAgent};
 use super::process::PROCESS;
 use super::rank::{LaunchedRank, Membership, RankInfo, membership};
 use super::rank_env::{self, RankEnv};
@@ -19,10 +20,10 @@ use super::threads::{configured_threads, install_compute_pool, ranks_on_same_cor
 use crate::environment::{self, ClusterEnvironment, EnvironmentConfig, Variables};
 use crate::{Error, Result};
 use fulgurite_error::{counted, print_message};
-use fulgurite_store::LocalStore;
 use fulgurite_store::{
     ClientIdentity, ClientOptions, JobKey, LostRankPolicy, StoreHost, StoreServer, TcpStore,
 };
+use fulgurite_store::{LocalStore, Store as _};
 
 /// The ranks that a program requests from [`launch`].
 #[derive(Debug)]
@@ -138,16 +139,21 @@ fn become_rank(
     let environment = find_environment(&options, &variables)?;
     match environment {
         Some(environment) if environment.creates_processes_externally() => {
-            if options.elastic.is_some() {
-                return Err(Error::Launch(format!(
-                    "trainer.elastic.enabled = true works with ranks that this program starts itself, and `{}` has \
-                     started this one. Leave the key out: its launcher starts lost ranks again, and the training \
-                     goes on from its last checkpoint",
-                    environment.name()
-                )));
-            }
             remember(environment.as_ref());
-            let launched = join_started(&options, environment.as_ref(), &variables, started)?;
+            let launched = match (&options.elastic, AgentLink::read(&variables)?) {
+                (None, _) => join_started(&options, environment.as_ref(), &variables, started)?,
+                (Some(elastic), Some(link)) => {
+                    join_agent(&options, elastic, environment.as_ref(), link, &variables)?
+                }
+                (Some(_), None) => {
+                    return Err(Error::Launch(format!(
+                        "trainer.elastic.enabled = true works with ranks that this program or `fulgurite run` \
+                         starts, and `{}` has started this one. Leave the key out: its launcher starts lost ranks \
+                         again, and the training goes on from its last checkpoint",
+                        environment.name()
+                    )));
+                }
+            };
             if launched.rank == 0 {
                 check(launched.world_size)?;
             }
@@ -224,25 +230,74 @@ fn join_supervisor(options: &LaunchOptions, env: RankEnv) -> Result<LaunchedRank
     // Must come first: an earlier signal ends this process, and with it the job.
     signals::handle(SecondSignal::Ignore)?;
     env.die_with_supervisor()?;
-    let key = env.key();
-    let RankEnv { supervisor, started, info, generation, first_world_size, port, .. } = env;
-    let identity = ClientIdentity { key, rank: info.rank, world_size: info.world_size };
-    let client_options = client_options(StoreHost::Supervisor);
-    let timeout = options.timeout;
-    let client = TcpStore::connect_with("127.0.0.1", port, identity, timeout, client_options)?;
+    let RankEnv { started, info, generation, first_world_size, .. } = env;
+    let link = Link { supervisor: Some(env), agent: None };
     let membership = Membership {
         info,
         generation,
         first_world_size,
         address: None,
-        client: Arc::new(client),
+        client: Arc::new(link.connect(info, options.timeout)?),
         server: None,
-        supervisor: Some(supervisor),
+        link,
         environment: "local",
         started,
         presence: Mutex::new(Weak::new()),
     };
     join(membership, options)
+}
+
+/// Joins an elastic job as a rank that an agent has started.
+fn join_agent(
+    options: &LaunchOptions,
+    elastic: &Elastic,
+    environment: &dyn ClusterEnvironment,
+    link: AgentLink,
+    variables: &Variables,
+) -> Result<LaunchedRank> {
+    let info = numbers_of(environment)?;
+    rank_env::die_with_agent(variables)?;
+    signals::handle(SecondSignal::Ignore)?;
+    let (generation, first_world_size) = (link.generation, link.first_world_size);
+    let (started, most_ranks) = (link.started, link.most_ranks);
+    if generation == 0 {
+        // Later generations may have fewer ranks on a node.
+        let several_nodes = (options.num_nodes > 1).then_some(info.local_world_size);
+        if let Some(devices) = options.devices.or(several_nodes) {
+            environment.validate_settings(devices, options.num_nodes)?;
+        }
+    }
+    let to = ToAgent::connect(link, &info)?;
+    if info.local_rank == 0 {
+        let going_on = GoingOn::of(elastic, most_ranks);
+        to.client().set(GOING_ON_KEY, &serde_json::to_vec(&going_on).map_err(Error::other)?)?;
+    }
+    let link = Link { supervisor: None, agent: Some(to) };
+    let membership = Membership {
+        info,
+        generation,
+        first_world_size,
+        address: link.address(&info),
+        client: Arc::new(link.connect(info, options.timeout)?),
+        link,
+        server: None,
+        environment: environment.name(),
+        started,
+        presence: Mutex::new(Weak::new()),
+    };
+    join(membership, options)
+}
+
+fn numbers_of(environment: &dyn ClusterEnvironment) -> Result<RankInfo> {
+    let info = RankInfo {
+        rank: environment.global_rank(),
+        world_size: environment.world_size(),
+        local_rank: environment.local_rank(),
+        local_world_size: environment.local_world_size(),
+        node_rank: environment.node_rank(),
+    };
+    info.check("rank", "world size")?;
+    Ok(info)
 }
 
 /// Joins the job as a rank started by a launcher (`torchrun`, `srun`).
@@ -252,14 +307,7 @@ fn join_started(
     variables: &Variables,
     started: f64,
 ) -> Result<LaunchedRank> {
-    let info = RankInfo {
-        rank: environment.global_rank(),
-        world_size: environment.world_size(),
-        local_rank: environment.local_rank(),
-        local_world_size: environment.local_world_size(),
-        node_rank: environment.node_rank(),
-    };
-    info.check("rank", "world size")?;
+    let info = numbers_of(environment)?;
     rank_env::die_with_agent(variables)?;
     let several_nodes = (options.num_nodes > 1).then_some(info.local_world_size);
     if let Some(devices) = options.devices.or(several_nodes) {
@@ -308,7 +356,7 @@ fn join_started(
         address,
         client: Arc::new(client),
         server,
-        supervisor: None,
+        link: Link::NONE,
         environment: environment.name(),
         started,
         presence: Mutex::new(Weak::new()),

@@ -59,6 +59,7 @@ mod failure;
 mod job_memory;
 mod job_secret;
 mod launcher;
+mod link;
 mod memory;
 mod orphans;
 mod panics;

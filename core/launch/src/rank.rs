@@ -4,6 +4,7 @@ use std::net::IpAddr;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use super::attempt::restart_count;
+use super::link::Link;
 use super::process::PROCESS;
 use crate::{Error, Result};
 use fulgurite_store::Store;
@@ -149,9 +150,8 @@ pub(super) struct Membership {
     pub(super) client: Arc<TcpStore>,
     /// The store's server, if this process hosts it.
     pub(super) server: Option<StoreServer>,
-    /// The process id of this rank's supervisor, if it has one. The supervisor prints the job's
-    /// failure.
-    pub(super) supervisor: Option<i32>,
+    /// Who started this rank.
+    pub(super) link: Link,
     pub(super) environment: &'static str,
     pub(super) started: f64,
     pub(super) presence: Mutex<Weak<Presence>>,
@@ -166,6 +166,9 @@ impl Membership {
     /// Makes this the process's membership; called once in each generation.
     pub(super) fn enter(self) -> &'static Self {
         let membership = &*Box::leak(Box::new(self));
+        if let Some(agent) = &membership.link.agent {
+            agent.pass_failures_to(&membership.client);
+        }
         *PROCESS.membership.write().unwrap_or_else(PoisonError::into_inner) = Some(membership);
         membership
     }
@@ -194,6 +197,9 @@ impl Membership {
     /// Announces that this rank leaves, so that its end is not a failure; `false` withdraws that.
     pub(super) fn set_left(&self, left: bool) {
         self.client.set_left(left);
+        if let Some(agent) = &self.link.agent {
+            agent.client().set_left(left);
+        }
         if let Some(server) = &self.server {
             server.set_left(left);
         }

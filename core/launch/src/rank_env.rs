@@ -19,7 +19,7 @@ pub(super) const AGENT_VARIABLE: &str = "FULGURITE_AGENT";
 
 /// The values that a supervisor passes to a rank. `torchrun`'s variables are set too, for programs
 /// that read them.
-#[derive(PartialEq)]
+#[derive(Clone, PartialEq)]
 #[cfg_attr(test, derive(Debug))]
 pub(super) struct RankEnv {
     /// The supervisor's process id. The supervisor hosts the store.

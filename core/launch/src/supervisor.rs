@@ -372,11 +372,10 @@ impl Ranks {
         }
         let new: Vec<usize> = started.iter().map(|(rank, _)| *rank).collect();
         let stays = |(rank, &old): (usize, &usize)| (!new.contains(&rank)).then_some(old);
-        let invitation = Invitation {
-            generation,
-            port,
-            members: members.iter().enumerate().map(stays).collect(),
-        };
+        let olds: Vec<Option<usize>> = members.iter().enumerate().map(stays).collect();
+        let store = ("127.0.0.1".to_owned(), port);
+        let invitation =
+            Invitation::new((generation, store), vec![world_size], &olds, self.ranks.len());
         let message = invitation.message(description);
         self.server.fail(lost, &message);
         if self.server.failures().first().is_none_or(|(_, first)| *first != message) {

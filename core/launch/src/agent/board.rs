@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::plan::{Attempt, End, Over};
+use super::plan::{Attempt, End, Losses, Over, Stop};
+use crate::link::GoingOn;
 use crate::{Error, Result};
 use fulgurite_error::advice;
 use fulgurite_store::Store;
@@ -73,6 +74,17 @@ pub(super) mod keys {
         format!("kill/{attempt}")
     }
 
+    /// How the job goes on after a loss, if it is elastic, by an agent whose ranks belong to the
+    /// attempt.
+    pub(crate) fn going_on(attempt: u64, agent: u64) -> String {
+        format!("going_on/{attempt}/{agent}")
+    }
+
+    /// An agent's ranks that are lost.
+    pub(crate) fn losses(attempt: u64, agent: u64) -> String {
+        format!("losses/{attempt}/{agent}")
+    }
+
     /// The end of the first rank of an agent that failed; others may still be ending.
     pub(crate) fn failing(attempt: u64, agent: u64) -> String {
         format!("failing/{attempt}/{agent}")
@@ -90,7 +102,7 @@ pub(super) struct Seen {
     /// The address at which its ranks meet.
     pub(super) address: Option<(String, u16)>,
     /// The reason why its ranks end.
-    pub(super) stop: Option<String>,
+    pub(super) stop: Option<Stop>,
     /// The signal by which its ranks were asked to end.
     pub(super) interrupt: Option<i32>,
     /// Whether its ranks were asked to end a second time.
@@ -167,6 +179,16 @@ impl Board {
     /// Publishes that the ranks of an attempt must end at once.
     pub(super) fn tell_kill(&self, attempt: u64) {
         self.post(move |store| drop(write(store, &keys::kill(attempt), &true)));
+    }
+
+    /// Publishes how the job goes on after a loss.
+    pub(super) fn tell_going_on(&self, attempt: u64, agent: u64, going_on: GoingOn) {
+        self.post(move |store| drop(write(store, &keys::going_on(attempt, agent), &going_on)));
+    }
+
+    /// Publishes which of this node's ranks are lost.
+    pub(super) fn tell_losses(&self, attempt: u64, agent: u64, losses: Losses) {
+        self.post(move |store| drop(write(store, &keys::losses(attempt, agent), &losses)));
     }
 
     /// Publishes the end of this node's first failed rank.

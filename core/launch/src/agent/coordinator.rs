@@ -1,14 +1,19 @@
 //! The coordinator: chooses the agents of each attempt and decides what follows its end. Runs on a
 //! thread of the agent that hosts the store.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
+use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::board::{keys, read, write};
+use super::endpoint::Meeting;
+use super::generation::{self, Changes, Refusal};
 use super::options::{AgentOptions, Nodes};
-use super::plan::{Attempt, End, Member, Over, nodes};
+use super::plan::{Attempt, Cause, End, Generation, Losses, Member, Over, Stop, nodes};
+use super::stores;
 use crate::Result;
+use crate::link::{AgentLink, GoingOn};
 use fulgurite_error::{counted, print_message};
 use fulgurite_store::{JobKey, Store};
 
@@ -19,9 +24,15 @@ const ENDING: Duration = Duration::from_secs(30);
 /// heartbeats.
 const YIELDS: Duration = Duration::from_secs(5);
 
+/// How long a new agent must be there before an elastic job takes it in.
+const SETTLED: Duration = Duration::from_secs(1);
+/// How often a host may be lost in an elastic job that still takes it in again.
+const MAX_HOST_LOSSES: u64 = 3;
+
 /// An agent that has joined.
 struct Known {
     member: Member,
+    since: Instant,
     /// Its last heartbeat, and when it was received.
     beat: u64,
     heard: Instant,
@@ -41,11 +52,24 @@ pub(super) struct Coordinator {
     options: AgentOptions,
     agents: BTreeMap<u64, Known>,
     contenders: BTreeMap<u64, Contender>,
+    /// How often an elastic job has lost each host.
+    lost_hosts: BTreeMap<String, u64>,
+    /// This host's address, and the job's secret.
+    address: IpAddr,
+    secret: String,
 }
 
 impl Coordinator {
-    pub(super) fn new(store: Arc<dyn Store>, options: AgentOptions) -> Self {
-        Self { store, options, agents: BTreeMap::new(), contenders: BTreeMap::new() }
+    pub(super) fn new(meeting: &Meeting, options: AgentOptions) -> Self {
+        Self {
+            store: meeting.store.clone(),
+            options,
+            agents: BTreeMap::new(),
+            contenders: BTreeMap::new(),
+            lost_hosts: BTreeMap::new(),
+            address: meeting.address.parse().unwrap_or(Ipv4Addr::LOCALHOST.into()),
+            secret: meeting.secret.clone(),
+        }
     }
 
     /// Runs the job's attempts. An error means that the store, and with it this agent, is gone.
@@ -57,18 +81,21 @@ impl Coordinator {
             Some(id) => (id.clone(), format!("{id}_{}", random()?)),
             None => random().map(|id| (id.clone(), id))?,
         };
-        let mut restarts = 0;
-        for number in 1.. {
+        let (mut restarts, mut number) = (0, 1);
+        loop {
             let gathered = self.gather(number == 1)?;
             let agents = match gathered {
                 Ok(agents) => agents,
                 Err(message) => return self.over(1, Some(message)),
             };
             let nodes = nodes(&agents, self.options.nodes.most);
+            let (id, log_name) = (id.clone(), log_name.clone());
+            let store = (String::new(), 0);
             let attempt =
-                Attempt { id: id.clone(), log_name: log_name.clone(), number, restarts, nodes };
-            write(&*self.store, keys::ATTEMPT, &attempt)?;
-            let (message, code) = match self.watch(&attempt)? {
+                Attempt { id, log_name, number, restarts, nodes, store, generation: None };
+            let (last, end) = self.watch_generations(attempt)?;
+            number = last + 1;
+            let (message, code) = match end {
                 End::Well => return self.over(0, None),
                 End::Interrupted(signal) => return self.over(128 + signal, None),
                 End::Failed { message, code } => (message, code),
@@ -82,7 +109,29 @@ impl Coordinator {
             let left = counted(left, "restart");
             print_message(&format!("the job starts again ({left} left)"));
         }
-        Ok(())
+    }
+
+    /// Runs an attempt, and those in which an elastic job goes on. Returns the number of the last
+    /// one, and its end.
+    fn watch_generations(&mut self, mut attempt: Attempt) -> Result<(u64, End)> {
+        let mut restarts = vec![0; attempt.world_size()];
+        // Ranks of the generation before may not have read yet that it is over.
+        let mut stores = VecDeque::new();
+        loop {
+            let key = AgentLink::job_key_of(&self.secret, &attempt.id, attempt.number);
+            let store = stores::bind(self.address, key, attempt.world_size())?;
+            attempt.store = (self.address.to_string(), store.address().port());
+            stores.push_back(store);
+            stores.drain(..stores.len().saturating_sub(2));
+            write(&*self.store, keys::ATTEMPT, &attempt)?;
+            match self.watch(&attempt, &restarts)? {
+                Watched::End(end) => return Ok((attempt.number, end)),
+                Watched::GoesOn(next, next_restarts) => {
+                    say_going_on(&next);
+                    (attempt, restarts) = (*next, next_restarts);
+                }
+            }
+        }
     }
 
     fn over(&self, code: i32, message: Option<String>) -> Result<()> {
@@ -140,7 +189,9 @@ impl Coordinator {
             }
         }
         self.contenders.remove(&agent);
-        self.agents.insert(agent, Known { member, beat: 0, heard: Instant::now(), refused: false });
+        let now = Instant::now();
+        self.agents
+            .insert(agent, Known { member, since: now, beat: 0, heard: now, refused: false });
         refusal.map_or(Ok(()), |why| self.refuse(agent, &why))
     }
 
@@ -217,12 +268,101 @@ impl Coordinator {
         }
     }
 
-    /// Waits until the ranks of an attempt have ended on all nodes. Returns their end.
-    fn watch(&mut self, attempt: &Attempt) -> Result<End> {
+    /// What has changed in an attempt of an elastic job, and whether it may go on: not if a rank is
+    /// done with the training, or the job was asked to end.
+    fn changes(&self, attempt: &Attempt) -> (Changes, bool) {
+        let (mut changes, mut may_go_on) = (Changes::default(), true);
+        for node in &attempt.nodes {
+            let losses = keys::losses(attempt.number, node.agent);
+            let losses: Losses = read(&*self.store, &losses).unwrap_or_default();
+            let has_ended: Option<End> = read(&*self.store, &keys::end(attempt.number, node.agent));
+            may_go_on &= !losses.ends && has_ended.is_none();
+            changes.lost.extend(losses.lost);
+            if let Some(silent) = self.silent_for(node.agent) {
+                changes.gone.insert(node.agent, format!("was not heard of for {silent:?}"));
+            }
+        }
+        let asked: Option<i32> = read(&*self.store, &keys::interrupt(attempt.number));
+        may_go_on &= asked.is_none();
+        let comes = |agent: &u64, known: &Known| {
+            attempt.place(*agent).is_none()
+                && self.lives(known)
+                && known.since.elapsed() >= SETTLED
+                && self.lost_hosts.get(&known.member.host).copied().unwrap_or(0) <= MAX_HOST_LOSSES
+        };
+        let come = self.agents.iter().filter(|(agent, known)| comes(agent, known));
+        changes.come = come.map(|(agent, known)| (*agent, known.member.clone())).collect();
+        (changes, may_go_on)
+    }
+
+    /// Returns the time after which an agent counts as lost, if it is.
+    fn silent_for(&self, agent: u64) -> Option<Duration> {
+        let known = self.agents.get(&agent);
+        if known.is_some_and(|known| self.lives(known)) {
+            return None;
+        }
+        let replaced = known.is_some_and(|known| known.refused);
+        Some(if replaced { YIELDS } else { self.options.keep_alive })
+    }
+
+    /// Returns the next generation of an elastic job, if it goes on after what has changed. The
+    /// second result is the failure if a loss ends the job.
+    fn next_generation(
+        &mut self,
+        attempt: &Attempt,
+        restarts: &[u64],
+    ) -> (Option<(Attempt, Vec<u64>)>, Option<Stop>) {
+        let (changes, may_go_on) = self.changes(attempt);
+        // What follows is said in ranks of this attempt, so all agents must have begun it.
+        let here = attempt.nodes.iter().filter(|node| !changes.gone.contains_key(&node.agent));
+        let told = here
+            .map(|node| read::<GoingOn>(&*self.store, &keys::going_on(attempt.number, node.agent)));
+        let told = told.collect::<Option<Vec<_>>>().and_then(|told| told.into_iter().next());
+        let Some(going_on) = told else { return (None, None) };
+        if !changes.is_loss() && (changes.come.is_empty() || !may_go_on) {
+            return (None, None);
+        }
+        let allowed = self.options.nodes;
+        let next = match may_go_on {
+            true => generation::next(attempt, &changes, restarts, &going_on, allowed),
+            false => Err(Refusal::NobodyLeft),
+        };
+        let why = match next {
+            Ok(next) => {
+                for agent in changes.gone.keys() {
+                    if let Some(known) = self.agents.get(agent) {
+                        *self.lost_hosts.entry(known.member.host.clone()).or_default() += 1;
+                    }
+                }
+                return (Some(next), None);
+            }
+            // The loss of a node, which is not a rank's end, is noticed below.
+            Err(_) if changes.lost.is_empty() => return (None, None),
+            Err(Refusal::TooFew(why)) => format!(", and the job cannot go on: {why}"),
+            Err(Refusal::Unchanged | Refusal::NobodyLeft) => String::new(),
+        };
+        let cause = changes.cause(attempt);
+        (None, Some(Stop { message: format!("{cause}{why}"), rank: Some(cause.rank()) }))
+    }
+
+    /// Waits until the ranks of an attempt have ended on all nodes, or an elastic job goes on without
+    /// some of them. `restarts` has the number of new processes of each rank.
+    fn watch(&mut self, attempt: &Attempt, restarts: &[u64]) -> Result<Watched> {
         let mut verdict = None::<End>;
+        let mut failed_rank = None;
         let mut stopped_at = None::<Instant>;
         loop {
             self.look()?;
+            if verdict.is_none() {
+                let (next, stop) = self.next_generation(attempt, restarts);
+                if let Some((next, restarts)) = next {
+                    return Ok(Watched::GoesOn(Box::new(next), restarts));
+                }
+                if let Some(Stop { message, rank }) = stop {
+                    failed_rank = rank;
+                    verdict = Some(End::Failed { message, code: 1 });
+                }
+            }
             let (mut running, mut interrupted, mut all_well) = (0, None, true);
             for (place, node) in attempt.nodes.iter().enumerate() {
                 let failing = keys::failing(attempt.number, node.agent);
@@ -232,7 +372,7 @@ impl Coordinator {
                     verdict = Some(End::Failed { message, code });
                 }
                 let end: Option<End> = read(&*self.store, &keys::end(attempt.number, node.agent));
-                let lost = self.agents.get(&node.agent).is_none_or(|known| !self.lives(known));
+                let silent = self.silent_for(node.agent);
                 match (end, &verdict) {
                     (Some(End::Failed { message, code }), None) => {
                         verdict = Some(End::Failed { message, code });
@@ -240,10 +380,7 @@ impl Coordinator {
                     (Some(End::Interrupted(signal)), _) => interrupted = Some(signal),
                     (Some(End::Stopped), _) => all_well = false,
                     (Some(_), _) => {}
-                    (None, None) if lost => {
-                        let replaced =
-                            self.agents.get(&node.agent).is_some_and(|known| known.refused);
-                        let silent = if replaced { YIELDS } else { self.options.keep_alive };
+                    (None, None) if let Some(silent) = silent => {
                         let message = format!(
                             "node {place} ({}) has not been heard of for {silent:?}: it is down, or cut off, \
                              or its agent was killed",
@@ -251,29 +388,53 @@ impl Coordinator {
                         );
                         verdict = Some(End::Failed { message, code: 1 });
                     }
-                    (None, Some(_)) if lost => {}
+                    (None, Some(_)) if silent.is_some() => {}
                     (None, _) => running += 1,
                 }
             }
             if let (Some(End::Failed { message, .. }), None) = (&verdict, stopped_at) {
-                write(&*self.store, &keys::stop(attempt.number), message)?;
+                let stop = Stop { message: message.clone(), rank: failed_rank };
+                write(&*self.store, &keys::stop(attempt.number), &stop)?;
                 stopped_at = Some(Instant::now());
             }
             // Does not wait for a live agent that does not report the end of its ranks.
             let overdue = stopped_at.is_some_and(|at| at.elapsed() > ENDING);
             if running == 0 || overdue {
                 if verdict.is_none() && interrupted.is_none() && all_well {
-                    return Ok(End::Well);
+                    return Ok(Watched::End(End::Well));
                 }
                 // An interruption takes precedence over the ranks' end.
                 let asked = || read(&*self.store, &keys::interrupt(attempt.number));
-                return Ok(match (interrupted.or_else(asked), verdict) {
+                return Ok(Watched::End(match (interrupted.or_else(asked), verdict) {
                     (Some(signal), _) => End::Interrupted(signal),
                     (None, Some(failed)) => failed,
                     (None, None) => End::Stopped,
-                });
+                }));
             }
             std::thread::sleep(POLL);
         }
     }
+}
+
+/// What follows an attempt.
+enum Watched {
+    End(End),
+    /// The next generation, and the number of new processes of each of its ranks.
+    GoesOn(Box<Attempt>, Vec<u64>),
+}
+
+/// Prints why and how the job goes on.
+fn say_going_on(next: &Attempt) {
+    let Some(Generation { number, members, cause, .. }) = &next.generation else { return };
+    let new = match members.iter().filter(|before| before.is_none()).count() {
+        0 => String::new(),
+        1 => ", of which 1 is new".to_owned(),
+        new => format!(", of which {new} are new"),
+    };
+    let warning = if matches!(cause, Cause::Joined { .. }) { "" } else { "warning: " };
+    print_message(&format!(
+        "{warning}{cause}. The job goes on: generation {number} has {} on {}{new}",
+        counted(next.world_size() as u64, "rank"),
+        counted(next.nodes.len() as u64, "node")
+    ));
 }

@@ -19,6 +19,11 @@
 //! heartbeats. Otherwise it takes the other agent's place, and the attempt with the other agent has
 //! failed.
 //!
+//! In an elastic job (`trainer.elastic`), the coordinator answers a loss with another attempt that is
+//! a *generation*: it keeps the ranks that are left (`generation::next`). Ranks hear of it from their
+//! agent's own store, since the job's store may be on a lost host; agents that have come later are
+//! taken in the same way. If the job cannot go on, the loss is a failure as above.
+//!
 //! An agent that is silent for `keep_alive` counts as lost, and so does a coordinator.
 //!
 //! # Invariants
@@ -30,11 +35,13 @@
 mod board;
 mod coordinator;
 mod endpoint;
+mod generation;
 mod logs;
 mod options;
 mod plan;
 mod ranks;
 mod run;
+mod stores;
 
 pub use options::{AgentOptions, Endpoint, Nodes};
 pub use run::run;

@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::link::GoingOn;
+
 /// An agent's announcement when it joins.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Member {
@@ -18,7 +20,7 @@ pub(super) struct Member {
 }
 
 /// The agents that start ranks in an attempt.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Attempt {
     /// The job's id.
     pub(super) id: String,
@@ -31,6 +33,66 @@ pub(super) struct Attempt {
     pub(super) restarts: u64,
     /// The nodes, in the order of their ranks.
     pub(super) nodes: Vec<Node>,
+    /// The address of the store for the ranks of an elastic job, which the coordinator hosts.
+    pub(super) store: (String, u16),
+    /// How it goes on with the ranks of the attempt before; `None` if all ranks are started.
+    pub(super) generation: Option<Generation>,
+}
+
+/// A generation of an elastic job: an attempt that keeps ranks of the one before.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct Generation {
+    /// 1 is the first after a loss.
+    pub(super) number: u64,
+    /// Number of ranks of the first generation.
+    pub(super) first_world_size: usize,
+    /// Number of ranks of the generation before.
+    pub(super) world_size_before: usize,
+    /// For each rank its rank in the generation before; `None` for a new process.
+    pub(super) members: Vec<Option<usize>>,
+    pub(super) cause: Cause,
+    pub(super) going_on: GoingOn,
+}
+
+/// Why a generation ends.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Cause {
+    /// A rank was lost. `how` is as in `was killed by signal 9`.
+    Rank { rank: usize, node: String, how: String },
+    /// A node was lost, with all of its ranks.
+    Node { first_rank: usize, node: String, how: String },
+    /// A node has come on this host. Nobody was lost.
+    Joined { host: String, world_size_before: usize },
+}
+
+impl Cause {
+    /// The rank whose failure ends the generation. No rank has heard of a new one, so none takes
+    /// the failure for its own.
+    pub(super) fn rank(&self) -> usize {
+        match self {
+            Self::Rank { rank, .. } | Self::Node { first_rank: rank, .. } => *rank,
+            Self::Joined { world_size_before, .. } => *world_size_before,
+        }
+    }
+
+    /// The failure of that rank, after `it`.
+    pub(super) fn reason(&self) -> String {
+        match self {
+            Self::Rank { how, .. } => how.clone(),
+            Self::Node { node, how, .. } => format!("is on {node}, which {how}"),
+            Self::Joined { host, .. } => format!("is new, on {host}"),
+        }
+    }
+}
+
+impl std::fmt::Display for Cause {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Rank { rank, node, how } => write!(f, "rank {rank} on {node} {how}"),
+            Self::Node { node, how, .. } => write!(f, "{node} {how}"),
+            Self::Joined { host, .. } => write!(f, "{host} joins the job"),
+        }
+    }
 }
 
 /// A node of an attempt.
@@ -44,6 +106,17 @@ pub(super) struct Node {
 }
 
 impl Attempt {
+    /// The node with this index, for messages: `node 1 (host)`.
+    pub(super) fn node_name(&self, place: usize) -> String {
+        format!("node {place} ({})", self.nodes[place].host)
+    }
+
+    /// The index of the node of a rank.
+    pub(super) fn place_of_rank(&self, rank: usize) -> usize {
+        let after = self.nodes.partition_point(|node| node.first_rank <= rank);
+        after.saturating_sub(1)
+    }
+
     pub(super) fn world_size(&self) -> usize {
         self.nodes.iter().map(|node| node.devices).sum()
     }
@@ -77,6 +150,23 @@ pub(super) fn nodes(agents: &[(u64, Member)], most: usize) -> Vec<Node> {
         node
     };
     places.into_iter().flatten().map(node).collect()
+}
+
+/// What an agent says of its ranks in an attempt of an elastic job.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Losses {
+    /// Ranks whose processes a signal has ended, each with a description.
+    pub(super) lost: Vec<(usize, String)>,
+    /// Whether a rank has left, or has ended by itself: it is done with the training.
+    pub(super) ends: bool,
+}
+
+/// Why the ranks of an attempt end.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Stop {
+    pub(super) message: String,
+    /// The rank that has failed, if it is known.
+    pub(super) rank: Option<usize>,
 }
 
 /// The end of a node's ranks.
@@ -122,7 +212,8 @@ mod tests {
         assert_eq!(places(4), [(1, 0), (0, 2), (2, 3), (3, 6)]);
         assert_eq!(places(2), [(1, 0), (0, 2)]);
         let (id, log_name) = ("job".to_owned(), "job".to_owned());
-        let attempt = Attempt { id, log_name, number: 1, restarts: 0, nodes: nodes(&agents, 4) };
+        let (nodes, generation, store) = (nodes(&agents, 4), None, (String::new(), 0));
+        let attempt = Attempt { id, log_name, number: 1, restarts: 0, nodes, store, generation };
         assert_eq!((attempt.world_size(), attempt.place(2), attempt.place(9)), (10, Some(2), None));
     }
 }

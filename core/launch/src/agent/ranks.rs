@@ -4,6 +4,7 @@ use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -11,10 +12,12 @@ use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::logs::Output;
 use super::options::AgentOptions;
-use super::plan::{Attempt, End};
+use super::plan::{Attempt, End, Losses, Node, Stop};
+use super::stores::Stores;
 use crate::failure::PEER_FAILED_EXIT_CODE;
 use crate::job_secret::JOB_KEY_VARIABLE;
 use crate::launcher::threads_per_rank;
+use crate::link::{AgentLink, GoingOn};
 use crate::orphans::Orphans;
 use crate::rank_env::AGENT_VARIABLE;
 use crate::rank_process::{self, Escalation};
@@ -28,11 +31,18 @@ use fulgurite_store::Patience;
 const GRACE: Duration = Duration::from_secs(3);
 /// Time that ranks have to stop before SIGKILL, if a signal asked them to end before the failure.
 const GRACE_ONCE_ASKED: Duration = Duration::from_secs(2);
+/// How long a rank of an elastic job may be stopped (SIGSTOP) while this process runs.
+const STOPPED_GRACE: Duration = Duration::from_secs(2);
 /// How long to wait for the last lines of ended ranks.
 const COPY_GRACE: Duration = Duration::from_secs(2);
 
 pub(super) struct Ranks {
     ranks: Vec<Rank>,
+    stores: Stores,
+    /// Ranks that are lost in an elastic job, each with a description.
+    lost: Vec<(usize, String)>,
+    /// How long a later generation still waits for its ranks; `None` once all have come.
+    joining: Option<Patience>,
     orphans: Orphans,
     /// This node, for messages: `node 1 (host)`.
     node: String,
@@ -53,91 +63,156 @@ struct Rank {
     end: Option<ExitStatus>,
     /// Whether this agent killed it.
     killed: bool,
+    /// Since when the process is stopped.
+    stopped: Option<Patience>,
+}
+
+/// What the ranks of a node are started with.
+pub(super) struct Start<'a> {
+    pub(super) options: &'a AgentOptions,
+    pub(super) attempt: &'a Attempt,
+    /// The node's place.
+    pub(super) place: usize,
+    /// Where the ranks meet.
+    pub(super) address: &'a (String, u16),
+    pub(super) secret: &'a str,
+    /// When the agent started, in seconds since 1970.
+    pub(super) started: f64,
+    /// Whether a failure to write the ranks' output was reported.
+    pub(super) said: &'a Arc<AtomicBool>,
 }
 
 impl Ranks {
-    /// Starts the ranks of node `place`, which meet at `address`.
+    /// Starts the ranks of a node.
     ///
     /// # Errors
     /// If a rank cannot be started; the ranks started before are ended.
-    pub(super) fn start(
-        options: &AgentOptions,
-        attempt: &Attempt,
-        place: usize,
-        address: &(String, u16),
-        secret: &str,
-        orphans: &Orphans,
-    ) -> Result<Self> {
-        let node = &attempt.nodes[place];
+    pub(super) fn start(start: &Start<'_>, orphans: &Orphans) -> Result<Self> {
+        let node = start.node();
+        let stores = Stores::new(start)?;
         let mut ranks = Self {
             ranks: Vec::new(),
+            stores,
+            lost: Vec::new(),
+            joining: None,
             orphans: orphans.clone(),
-            node: format!("node {place} ({})", node.host),
+            node: start.attempt.node_name(start.place),
             failed: None,
             ending: None,
             interrupted: None,
         };
-        let said = Arc::default();
-        for local_rank in 0..node.devices {
-            let rank = node.first_rank + local_rank;
-            let output = Output::new(options, attempt, rank, &said)?;
-            let mut command = Command::new(&options.program);
-            command.args(&options.arguments);
-            for (name, value) in [
-                ("RANK", rank.to_string()),
-                ("WORLD_SIZE", attempt.world_size().to_string()),
-                ("LOCAL_RANK", local_rank.to_string()),
-                ("LOCAL_WORLD_SIZE", node.devices.to_string()),
-                ("GROUP_RANK", place.to_string()),
-                ("NODE_RANK", place.to_string()),
-                ("GROUP_WORLD_SIZE", attempt.nodes.len().to_string()),
-                ("MASTER_ADDR", address.0.clone()),
-                ("MASTER_PORT", address.1.to_string()),
-                ("TORCHELASTIC_RUN_ID", attempt.id.clone()),
-                ("TORCHELASTIC_RESTART_COUNT", attempt.restarts.to_string()),
-                ("TORCHELASTIC_MAX_RESTARTS", options.max_restarts.to_string()),
-                (JOB_KEY_VARIABLE, secret.to_owned()),
-                (AGENT_VARIABLE, std::process::id().to_string()),
-            ] {
-                command.env(name, value);
-            }
-            command.env_remove("TORCHELASTIC_USE_AGENT_STORE");
-            if std::env::var_os(THREADS_VARIABLE).is_none() {
-                command.env(THREADS_VARIABLE, threads_per_rank(node.devices).to_string());
-            }
-            output.set(&mut command);
-            // A process group per rank, so that its child processes end with it. It cannot read the
-            // terminal.
-            let started = command.process_group(0).stdin(Stdio::null()).spawn();
-            let started = started.and_then(|mut process| {
-                let log = output.hidden();
-                let copies = output.copy(&mut process);
-                let (copies, failed) = match copies {
-                    Ok(copies) => (copies, None),
-                    Err(error) => (Vec::new(), Some(error)),
-                };
-                ranks.ranks.push(Rank { rank, process, copies, log, end: None, killed: false });
-                failed.map_or(Ok(()), Err)
-            });
-            match started {
-                Ok(()) => {}
+        for rank in node.first_rank..node.first_rank + node.devices {
+            match start.rank(rank, ranks.stores.own_port()) {
+                Ok(rank) => ranks.ranks.push(rank),
                 Err(error) => {
                     ranks.kill();
-                    let program = options.program.to_string_lossy();
-                    let advice = advice(&error);
-                    return Err(Error::Launch(format!(
-                        "rank {rank} cannot be started: running `{program}`: {error}{advice}"
-                    )));
+                    return Err(error);
                 }
             }
         }
         Ok(ranks)
     }
 
+    /// Lets the ranks go on in the next generation of an elastic job: starts its new processes, ends
+    /// those that have no place in it, and invites the others.
+    ///
+    /// # Errors
+    /// If a rank cannot be started. The others wait then, and must be ended.
+    pub(super) fn go_on(&mut self, start: &Start<'_>) -> Result<()> {
+        let Some(generation) = &start.attempt.generation else { return Ok(()) };
+        let node = start.node();
+        let mut stores = Stores::new(start)?;
+        let mut before = std::mem::take(&mut self.ranks);
+        for rank in node.first_rank..node.first_rank + node.devices {
+            let is_same = |process: &Rank| generation.members[rank] == Some(process.rank);
+            let rank = match before.iter().position(is_same) {
+                Some(at) => Ok(Rank { rank, ..before.remove(at) }),
+                None => start.rank(rank, stores.own_port()),
+            };
+            match rank {
+                Ok(rank) => self.ranks.push(rank),
+                Err(error) => {
+                    self.ranks.append(&mut before);
+                    return Err(error);
+                }
+            }
+        }
+        for mut left_out in before {
+            signal_group(&left_out, Signal::KILL);
+            let _ = left_out.process.wait();
+        }
+        stores.follow(std::mem::take(&mut self.stores), start, generation);
+        self.stores = stores;
+        self.node = start.attempt.node_name(start.place);
+        self.lost.clear();
+        let join_timeout = self.stores.going_on().map(|going_on| going_on.join_timeout);
+        self.joining = join_timeout.map(Patience::new);
+        Ok(())
+    }
+
+    /// How the job goes on after a loss, once its ranks have told it.
+    pub(super) fn going_on(&mut self) -> Option<&GoingOn> {
+        self.stores.going_on()
+    }
+
+    /// What this agent says of lost ranks.
+    pub(super) fn losses(&self) -> Losses {
+        let mut ends = false;
+        for (local_rank, rank) in self.ranks.iter().enumerate() {
+            let by_itself = match rank.end {
+                Some(end) => end.signal().is_none(),
+                None => rank_process::has_exited(&rank.process),
+            };
+            ends |= by_itself || self.stores.has_left(local_rank);
+        }
+        Losses { lost: self.lost.clone(), ends }
+    }
+
+    /// Whether ranks are lost, and it is not decided yet how the job goes on.
+    fn waits_for_decision(&self) -> bool {
+        !self.lost.is_empty() && self.ending.is_none() && self.interrupted.is_none()
+    }
+
+    /// Kills ranks of an elastic job that are stopped while this process runs, and ranks of a later
+    /// generation that have not come in time.
+    fn end_absent_ranks(&mut self) {
+        if self.ending.is_some() || self.stores.going_on().is_none() {
+            return;
+        }
+        let late = self.joining.as_mut().is_some_and(|patience| patience.slice().is_none());
+        let mut all_have_come = true;
+        for (local_rank, rank) in self.ranks.iter_mut().enumerate() {
+            if rank.end.is_some() {
+                continue;
+            }
+            let has_come = self.stores.has_joined(local_rank);
+            all_have_come &= has_come;
+            if !rank_process::is_stopped(&rank.process) {
+                rank.stopped = None;
+            } else {
+                rank.stopped.get_or_insert_with(|| Patience::new(STOPPED_GRACE));
+            }
+            let stopped = rank.stopped.as_mut().is_some_and(|patience| patience.slice().is_none());
+            if stopped || (late && !has_come) {
+                signal_group(rank, Signal::KILL);
+            }
+        }
+        if all_have_come {
+            self.joining = None;
+            self.stores.forget_earlier();
+        }
+    }
+
     /// Checks on the ranks. Returns their end once all have ended.
     pub(super) fn poll(&mut self) -> Option<End> {
         for i in 0..self.ranks.len() {
             self.poll_rank(i);
+        }
+        self.end_absent_ranks();
+        if self.waits_for_decision() {
+            let running = self.ranks.iter().filter(|rank| rank.end.is_none());
+            self.orphans.reap(&running.map(group).collect::<Vec<_>>());
+            return None;
         }
         if self.ranks.iter().any(|rank| rank.end.is_none()) {
             let running = self.ranks.iter().filter(|rank| rank.end.is_none());
@@ -196,6 +271,10 @@ impl Ranks {
             }
             (None, Some(signal)) if killed && signal == Signal::KILL.as_raw() => return,
             (None, Some(signal)) if asked && signals::is_handled(signal) => return,
+            (None, Some(_)) if !asked && self.stores.going_on().is_some() => {
+                self.lost.push((rank, rank_process::describe(end)));
+                return;
+            }
             _ => {}
         }
         if self.failed.is_none() {
@@ -228,6 +307,12 @@ impl Ranks {
     /// Whether the ranks must end.
     pub(super) fn is_ending(&self) -> bool {
         self.ending.is_some()
+    }
+
+    /// Makes the ranks end, because a rank has failed.
+    pub(super) fn stop_after(&mut self, failure: &Stop) {
+        self.stores.fail(failure);
+        self.stop();
     }
 
     /// Makes the ranks end: first on their own, then by signals.
@@ -275,6 +360,86 @@ impl Ranks {
     fn end_orphans(&self) {
         let groups: Vec<Pid> = self.ranks.iter().map(group).collect();
         self.orphans.end(&groups, self.ranks.iter().any(|rank| rank.killed));
+    }
+}
+
+impl Start<'_> {
+    fn node(&self) -> &Node {
+        &self.attempt.nodes[self.place]
+    }
+
+    /// What the ranks need of this agent in an elastic job, whose own store has this port.
+    pub(super) fn link(&self, port: u16) -> AgentLink {
+        let Self { options, attempt, .. } = self;
+        let generation = attempt.generation.as_ref();
+        AgentLink {
+            agent: std::process::id().cast_signed(),
+            id: attempt.id.clone(),
+            attempt: attempt.number,
+            started: self.started,
+            generation: generation.map_or(0, |generation| generation.number),
+            first_world_size: generation
+                .map_or(attempt.world_size(), |generation| generation.first_world_size),
+            most_ranks: attempt.world_size().max(options.nodes.most * options.devices),
+            store: attempt.store.clone(),
+            port,
+            keep_alive: options.keep_alive,
+        }
+    }
+
+    /// Starts a rank. `port` is that of this agent's own store.
+    fn rank(&self, rank: usize, port: u16) -> Result<Rank> {
+        let Self { options, attempt, place, address, secret, .. } = self;
+        let node = self.node();
+        let output = Output::new(options, attempt, rank, self.said)?;
+        let mut command = Command::new(&options.program);
+        command.args(&options.arguments);
+        let (link_name, link) = self.link(port).variable();
+        for (name, value) in [
+            ("RANK", rank.to_string()),
+            ("WORLD_SIZE", attempt.world_size().to_string()),
+            ("LOCAL_RANK", (rank - node.first_rank).to_string()),
+            ("LOCAL_WORLD_SIZE", node.devices.to_string()),
+            ("GROUP_RANK", place.to_string()),
+            ("NODE_RANK", place.to_string()),
+            ("GROUP_WORLD_SIZE", attempt.nodes.len().to_string()),
+            ("MASTER_ADDR", address.0.clone()),
+            ("MASTER_PORT", address.1.to_string()),
+            ("TORCHELASTIC_RUN_ID", attempt.id.clone()),
+            ("TORCHELASTIC_RESTART_COUNT", attempt.restarts.to_string()),
+            ("TORCHELASTIC_MAX_RESTARTS", options.max_restarts.to_string()),
+            (JOB_KEY_VARIABLE, (*secret).to_owned()),
+            (AGENT_VARIABLE, std::process::id().to_string()),
+            (link_name, link),
+        ] {
+            command.env(name, value);
+        }
+        command.env_remove("TORCHELASTIC_USE_AGENT_STORE");
+        if std::env::var_os(THREADS_VARIABLE).is_none() {
+            command.env(THREADS_VARIABLE, threads_per_rank(node.devices).to_string());
+        }
+        output.set(&mut command);
+        // A process group per rank, so that its child processes end with it. It cannot read the
+        // terminal.
+        let started = command.process_group(0).stdin(Stdio::null()).spawn();
+        let log = output.hidden();
+        let started = started.and_then(|mut process| match output.copy(&mut process) {
+            Ok(copies) => {
+                Ok(Rank { rank, process, copies, log, end: None, killed: false, stopped: None })
+            }
+            Err(error) => {
+                let _ = kill_process_group(Pid::from_child(&process), Signal::KILL);
+                let _ = process.wait();
+                Err(error)
+            }
+        });
+        started.map_err(|error| {
+            let program = options.program.to_string_lossy();
+            let advice = advice(&error);
+            Error::Launch(format!(
+                "rank {rank} cannot be started: running `{program}`: {error}{advice}"
+            ))
+        })
     }
 }
 

@@ -1,16 +1,18 @@
 //! [`run`]: the life of an agent.
 
 use std::net::{IpAddr, TcpListener};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use super::board::{Board, Seen, keys, read, write};
 use super::coordinator::Coordinator;
 use super::endpoint::Meeting;
 use super::logs;
-use super::options::AgentOptions;
-use super::plan::{Attempt, End, Member};
-use super::ranks::Ranks;
+use super::options::{AgentOptions, Nodes};
+use super::plan::{Attempt, End, Generation, Losses, Member};
+use super::ranks::{Ranks, Start};
+use crate::job_memory::JobMemory;
 use crate::orphans::Orphans;
 use crate::signals::{self, SecondSignal};
 use crate::{Error, Result};
@@ -44,7 +46,7 @@ pub fn run(options: &AgentOptions) -> Result<i32> {
     write(&*meeting.store, &keys::member(agent), &member)?;
     let coordinator_failed = Arc::new(OnceLock::new());
     if meeting.hosts {
-        let mut coordinator = Coordinator::new(meeting.store.clone(), options.clone());
+        let mut coordinator = Coordinator::new(&meeting, options.clone());
         let failed = coordinator_failed.clone();
         let run = move || drop(coordinator.run().map_err(|error| failed.set(error.to_string())));
         std::thread::Builder::new()
@@ -54,8 +56,11 @@ pub fn run(options: &AgentOptions) -> Result<i32> {
     }
     let board = Board::new(Arc::clone(&meeting.store), agent)?;
     let (coordinator_failed, orphans) = (&*coordinator_failed, Orphans::adopt());
-    let this =
-        Agent { options, meeting: &meeting, board: &board, agent, coordinator_failed, orphans };
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    let started = now.map_or(0.0, |since| since.as_secs_f64());
+    let _memory = (options.nodes == Nodes::ONE).then(|| JobMemory::new(started));
+    let (meeting, board, said) = (&meeting, &board, Arc::default());
+    let this = Agent { options, meeting, board, agent, coordinator_failed, orphans, started, said };
     let code = this.run()?;
     match meeting.hosts {
         false => board.say_bye(agent, FAREWELL),
@@ -110,6 +115,10 @@ struct Agent<'a> {
     /// The reason why the coordinator on this agent cannot continue.
     coordinator_failed: &'a OnceLock<String>,
     orphans: Orphans,
+    /// When this agent started, in seconds since 1970.
+    started: f64,
+    /// Whether a failure to write the ranks' output was reported.
+    said: Arc<AtomicBool>,
 }
 
 impl Agent<'_> {
@@ -138,8 +147,9 @@ impl Agent<'_> {
                     before = attempt.number;
                     match attempt.place(self.agent) {
                         Some(place) => {
-                            let end = self.attempt(&attempt, place, &mut printed)?;
-                            self.board.tell_end(attempt.number, self.agent, end);
+                            let (last, end) = self.attempt(attempt, place, &mut printed)?;
+                            before = last;
+                            self.board.tell_end(last, self.agent, end);
                         }
                         None if told_to_wait => {}
                         None => {
@@ -174,47 +184,63 @@ impl Agent<'_> {
         }
     }
 
-    /// Runs this node's ranks of an attempt.
+    /// Runs this node's ranks of an attempt, and of the generations in which an elastic job goes on.
+    /// Returns the number of the last attempt, and its end.
     ///
     /// # Errors
     /// If the other agents are unreachable; the ranks are ended.
     fn attempt(
         &self,
-        attempt: &Attempt,
+        mut attempt: Attempt,
         place: usize,
         printed: &mut Option<String>,
-    ) -> Result<End> {
-        let address = match self.address(attempt, place)? {
-            Ok(address) => address,
-            Err(end) => return Ok(end),
+    ) -> Result<(u64, End)> {
+        let address = match &attempt.generation {
+            // Its ranks meet at the store alone.
+            Some(_) => attempt.store.clone(),
+            None => match self.address(&attempt, place)? {
+                Ok(address) => address,
+                Err(end) => return Ok((attempt.number, end)),
+            },
         };
         if let (Some(dir), false) = (&self.options.log_dir, self.options.tee) {
-            let dir = logs::directory(dir, attempt);
+            let dir = logs::directory(dir, &attempt);
             print_message(&format!("the output of the ranks is in {}/", dir.display()));
         }
-        let secret = &self.meeting.secret;
-        let started = Ranks::start(self.options, attempt, place, &address, secret, &self.orphans);
+        let started = match is_left_behind(&attempt, place) {
+            false => Ranks::start(&self.start(&attempt, place, &address), &self.orphans),
+            true => Err(Error::Launch("its ranks have ended, which were to go on".to_owned())),
+        };
         let mut ranks = match started {
             Ok(ranks) => ranks,
             Err(error) => {
-                let host = &attempt.nodes[place].host;
-                let message = format!("node {place} ({host}): {error}");
-                print_message(&format!("error: {message}"));
-                *printed = Some(message.clone());
-                return Ok(End::Failed { message, code: 1 });
+                let end = self.failed_start(&attempt, place, &error, printed);
+                return Ok((attempt.number, end));
             }
         };
-        let mut told = None;
+        let (mut told, mut told_losses) = (None, Losses::default());
+        let mut told_going_on = None;
         loop {
             if let Some(end) = ranks.poll() {
                 if let End::Failed { message, .. } = &end {
                     *printed = Some(message.clone());
                 }
-                return Ok(end);
+                return Ok((attempt.number, end));
             }
             if let (Some(failed), None) = (ranks.failed(), &told) {
                 told = Some(failed.clone());
                 self.board.tell_failing(attempt.number, self.agent, failed.clone());
+            }
+            if let Some(going_on) = ranks.going_on().cloned() {
+                if told_going_on != Some(attempt.number) {
+                    told_going_on = Some(attempt.number);
+                    self.board.tell_going_on(attempt.number, self.agent, going_on);
+                }
+                let losses = ranks.losses();
+                if losses != told_losses {
+                    self.board.tell_losses(attempt.number, self.agent, losses.clone());
+                    told_losses = losses;
+                }
             }
             match handle_signals(&mut ranks) {
                 Some(Asked::Once(signal)) => self.board.tell_interrupt(attempt.number, signal),
@@ -222,21 +248,38 @@ impl Agent<'_> {
                 None => {}
             }
             let seen = self.board.seen();
-            let current = seen.attempt.as_ref().is_some_and(|now| now.number == attempt.number);
-            if let (Some(signal), true) = (seen.interrupt, current) {
-                ranks.interrupt(signal);
-            }
-            if seen.kill && current {
-                ranks.end_at_once();
-            }
-            if seen.over.is_some() || !current || seen.stop.is_some() {
-                if let (Some(message), true) = (&seen.stop, current)
-                    && !ranks.is_ending()
-                {
-                    print_message(&format!("error: {message}"));
-                    *printed = Some(message.clone());
+            if let Some(next) = seen.attempt.as_ref().filter(|next| follows(next, &attempt))
+                && !ranks.is_ending()
+            {
+                let Some(place) = next.place(self.agent) else {
+                    ranks.kill();
+                    return Ok((attempt.number, End::Stopped));
+                };
+                let start = self.start(next, place, &next.store);
+                if let Err(error) = ranks.go_on(&start) {
+                    ranks.kill();
+                    let end = self.failed_start(next, place, &error, printed);
+                    return Ok((next.number, end));
                 }
-                ranks.stop();
+                attempt = next.clone();
+                told_losses = Losses::default();
+            } else {
+                let current = seen.attempt.as_ref().is_some_and(|now| now.number == attempt.number);
+                if let (Some(signal), true) = (seen.interrupt, current) {
+                    ranks.interrupt(signal);
+                }
+                if seen.kill && current {
+                    ranks.end_at_once();
+                }
+                if let (Some(stop), true) = (&seen.stop, current) {
+                    if !ranks.is_ending() {
+                        print_message(&format!("error: {}", stop.message));
+                        *printed = Some(stop.message.clone());
+                    }
+                    ranks.stop_after(stop);
+                } else if seen.over.is_some() || !current {
+                    ranks.stop();
+                }
             }
             if let Err(error) = self.check_contact(&seen) {
                 ranks.kill();
@@ -244,6 +287,32 @@ impl Agent<'_> {
             }
             std::thread::sleep(POLL);
         }
+    }
+
+    /// What this node's ranks are started with.
+    fn start<'a>(
+        &'a self,
+        attempt: &'a Attempt,
+        place: usize,
+        address: &'a (String, u16),
+    ) -> Start<'a> {
+        let (options, secret) = (self.options, &*self.meeting.secret);
+        Start { options, attempt, place, address, secret, started: self.started, said: &self.said }
+    }
+
+    /// Reports that this node's ranks cannot be started.
+    fn failed_start(
+        &self,
+        attempt: &Attempt,
+        place: usize,
+        error: &Error,
+        printed: &mut Option<String>,
+    ) -> End {
+        let host = &attempt.nodes[place].host;
+        let message = format!("node {place} ({host}): {error}");
+        print_message(&format!("error: {message}"));
+        *printed = Some(message.clone());
+        End::Failed { message, code: 1 }
     }
 
     /// The address at which the ranks of an attempt meet: the first agent publishes it, the others
@@ -282,6 +351,19 @@ impl Agent<'_> {
             std::thread::sleep(POLL);
         }
     }
+}
+
+/// Whether an attempt keeps ranks of `present`.
+fn follows(attempt: &Attempt, present: &Attempt) -> bool {
+    attempt.generation.is_some() && attempt.number == present.number + 1
+}
+
+/// Whether ranks of this node were to go on in an attempt whose ranks it has yet to start.
+fn is_left_behind(attempt: &Attempt, place: usize) -> bool {
+    let node = &attempt.nodes[place];
+    let ranks = node.first_rank..node.first_rank + node.devices;
+    let kept = |generation: &Generation| generation.members[ranks].iter().any(Option::is_some);
+    attempt.generation.as_ref().is_some_and(kept)
 }
 
 /// Requests made by signals.

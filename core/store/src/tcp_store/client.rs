@@ -38,7 +38,8 @@ pub enum StoreHost {
     RankZero,
     /// The supervisor, which is not a rank.
     Supervisor,
-    /// One of the agents that start the ranks on several nodes; the clients are agents too.
+    /// One of the agents that start the ranks on several nodes; the clients are agents, or ranks of
+    /// an elastic job.
     Agent,
 }
 
@@ -79,6 +80,7 @@ struct Health {
     host: StoreHost,
     rank: usize,
     host_left: AtomicBool,
+    lost_host: AtomicBool,
     closing: AtomicBool,
 }
 
@@ -140,6 +142,7 @@ impl TcpStore {
             host: options.host,
             rank: server.identity.rank,
             host_left: AtomicBool::new(false),
+            lost_host: AtomicBool::new(false),
             closing: AtomicBool::new(false),
         });
         let shared_for_thread = health.clone();
@@ -186,6 +189,17 @@ impl TcpStore {
     pub fn wait_for_failure(&self, timeout: Duration) -> Option<Failure> {
         self.health.wait(timeout, |failure| failure.is_some());
         self.failure()
+    }
+
+    /// Sets the job's failure on this client alone, unless it knows one already: a failure that this
+    /// process has learned in another way.
+    pub fn set_failure(&self, rank: usize, message: &str) {
+        self.health.set_failure((rank, message.to_owned()));
+    }
+
+    /// Whether the connection to the server broke, although its host had not left.
+    pub fn has_lost_host(&self) -> bool {
+        self.health.lost_host.load(Ordering::SeqCst)
     }
 
     /// Reports that this rank has noticed the failure of `rank`. The failed rank's own report takes
@@ -338,8 +352,8 @@ const RECORD_TIMEOUT: Duration = Duration::from_secs(2);
 const REQUEST_POLL: Duration = Duration::from_millis(200);
 /// Longest failure message: a frame of a health connection must fit into the socket's buffer.
 const MAX_MESSAGE: usize = 16 << 10;
-/// The failure of a rank that loses its supervisor's store.
-const BROKEN: &str = "its connection to the job's store, which the supervisor hosts, broke";
+/// The failure of a rank that loses the store of its supervisor or of an agent.
+const BROKEN: &str = "its connection to the job's store, which no rank hosts, broke";
 
 impl Server {
     fn error(&self, why: &str) -> Error {
@@ -481,6 +495,7 @@ impl Health {
             }
         }
         if !self.closing.load(Ordering::Relaxed) && !self.host_left.load(Ordering::Relaxed) {
+            self.lost_host.store(true, Ordering::SeqCst);
             self.set_failure(match self.host {
                 StoreHost::RankZero => (0, format!("{DIED}; it hosted the job's store")),
                 StoreHost::Supervisor | StoreHost::Agent => (self.rank, BROKEN.to_owned()),

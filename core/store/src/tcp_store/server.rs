@@ -106,6 +106,11 @@ impl StoreServer {
         self.shared.table.read().broken.clone()
     }
 
+    /// The value of a key, if it is set.
+    pub fn value(&self, key: &str) -> Option<Vec<u8>> {
+        self.shared.table.get(key, Duration::ZERO).ok()
+    }
+
     /// Whether `rank` ever connected.
     pub fn has_joined(&self, rank: usize) -> bool {
         self.shared.table.read().members.get(rank).is_some_and(|member| member.joined)

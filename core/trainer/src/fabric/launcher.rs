@@ -130,11 +130,13 @@ impl TrainerConfig {
     /// How the job goes on that has lost a rank.
     fn elastic(&self, timeout: Duration) -> Option<Elastic> {
         let config = &self.elastic;
-        let strategy = self.strategy.clone();
+        let (strategy, num_nodes) = (self.strategy.clone(), self.num_nodes);
         let fits = move |world_size| {
             let built = strategy
                 .build::<Box<dyn StrategyConfig>>(kind::STRATEGY, "trainer.strategy")
-                .and_then(|strategy| strategy.build(&BuildContext::new(world_size)));
+                .and_then(|strategy| {
+                    strategy.build(&BuildContext::new(world_size).on_nodes(num_nodes))
+                });
             built.is_ok()
         };
         config.enabled.then(|| Elastic {

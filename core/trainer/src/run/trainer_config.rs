@@ -478,24 +478,20 @@ impl TrainerConfig {
         if !elastic.enabled {
             return Ok(());
         }
-        if self.num_nodes > 1 {
-            return config_error(
-                "elastic",
-                format!(
-                    "goes on with the ranks of one host, and `trainer.num_nodes` = {}: leave it out, and let \
-                     `fulgurite run --max-restarts` or the launcher start the ranks again",
-                    self.num_nodes
-                ),
-            );
-        }
         match self.devices {
-            Devices::Count(ranks) if ranks < elastic.min_ranks => config_error(
-                "elastic.min_ranks",
-                format!(
-                    "found {}, and `trainer.devices` = {ranks} are all ranks",
-                    elastic.min_ranks
-                ),
-            ),
+            Devices::Count(ranks) if ranks.saturating_mul(self.num_nodes) < elastic.min_ranks => {
+                let of_nodes = match self.num_nodes {
+                    1 => String::new(),
+                    nodes => format!(" of each of {nodes} nodes"),
+                };
+                config_error(
+                    "elastic.min_ranks",
+                    format!(
+                        "found {}, and `trainer.devices` = {ranks}{of_nodes} are all ranks",
+                        elastic.min_ranks
+                    ),
+                )
+            }
             _ => Ok(()),
         }
     }

@@ -8,7 +8,7 @@ use toml::Table;
 
 use super::checkpoints::lookup::CheckpointLookup;
 use super::checkpoints::place::Saving;
-use super::elastic::{Kept, Recovered, agree};
+use super::elastic::{Kept, Recovered, agree, remove_kept_states};
 use super::end::{
     end_hooks, profile_on_exception, summarize, tear_down_saving, write_flight_after,
 };
@@ -319,6 +319,12 @@ impl Trainer {
                 Err(Error::Interrupted)
             }
         });
+        if let Some(copies) = session.copies.take() {
+            copies.end();
+        }
+        if run.trainer.elastic.enabled && rank == 0 {
+            remove_kept_states(&session.setup.run_dir);
+        }
         let status = RunStatus::of(&result);
         end_hooks(&mut session, status, result.as_ref().err());
         let finished = session.recorder.finish(status);

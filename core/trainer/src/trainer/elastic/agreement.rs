@@ -3,17 +3,20 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::copies::newest_copy;
 use super::kept::{Copy, Held, Kept, Offer, RunSoFar};
-use crate::Result;
+use super::places::Places;
 use crate::trainer::Event;
 use crate::trainer::record::log_table::SavedStates;
+use crate::trainer::session::Session;
+use crate::{Error, Result};
 use fulgurite_config::PluginValue;
 use fulgurite_config::registry::kind;
 use fulgurite_engine::checkpoint_io::{CheckpointIO, CheckpointIOConfig};
 use fulgurite_engine::collective::{ProcessGroup, all_gather_object, broadcast_object};
-use fulgurite_launch::{generation, job_memory};
+use fulgurite_launch::{FailureWatch, JobFailure, generation};
 
 /// What a generation goes on with. Equal on all ranks.
 #[derive(Debug, Clone)]
@@ -38,6 +41,22 @@ pub(crate) fn is_written_for(state: &Path) -> bool {
     state.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with(WRITTEN))
 }
 
+/// Leaves the present generation if the next one has begun. No collective fails when a node is taken
+/// in: a rank hears of it here, and the others at the latest when they miss this one.
+///
+/// # Errors
+/// The failure that ends the generation.
+pub(crate) fn leave_if_invited(session: &Session) -> Result<()> {
+    if !session.setup.config.elastic.enabled {
+        return Ok(());
+    }
+    let failure = FailureWatch::new().and_then(|watch| watch.wait(Duration::ZERO));
+    match failure.filter(|failure| failure.goes_on) {
+        Some(JobFailure { rank, message, .. }) => Err(Error::PeerFailed { rank, message }),
+        None => Ok(()),
+    }
+}
+
 /// The number of a reported step.
 pub(crate) fn number(step: &Event) -> u64 {
     if let Event::Step { step, .. } = step { *step } else { 0 }
@@ -60,27 +79,45 @@ pub(crate) fn agree(world: &Arc<dyn ProcessGroup>, kept: &mut Kept) -> Result<Op
     let Some(run) = known else { return Ok(None) };
     let steps_done = offers.iter().map(|offer| offer.steps_done).max().unwrap_or(0);
     kept.steps_done = steps_done;
-    let copied = broadcast_object(&**world, &newest_copy(), 0)?;
+    let places = Places::of(&run.run_dir);
+    let copied = broadcast_object(&**world, &newest_copy(&places), 0)?;
     let copy = offers.iter().filter_map(|offer| offer.copy.clone()).max().max(copied);
     let writers = writers(&offers).filter(|writers| {
         copy.as_ref().is_none_or(|copy| offers[writers[0]].held_step() >= Some(copy.step))
     });
+    let of_copies = format!("the copies in {}", places.name());
     let (state, from) = match writers {
         Some(writers) => {
             let from = format!("the memory of {}", ranks(&writers));
-            match write(world, kept, &offers, &writers)? {
+            match write(world, kept, &places, &offers, &writers)? {
                 Some(path) => (Some(path), from),
-                None => (copy.map(|copy| copy.path), "the copies in the host's memory".to_owned()),
+                None => (copy.map(|copy| copy.path), of_copies),
             }
         }
-        None => (copy.map(|Copy { path, .. }| path), "the copies in the host's memory".to_owned()),
+        None => (copy.map(|Copy { path, .. }| path), of_copies),
     };
+    let state = on_all_hosts(world, state)?;
     let from = if state.is_some() { from } else { "the last checkpoint".to_owned() };
     let last_step = offers.into_iter().filter_map(|offer| offer.last_step);
     let last_step = last_step.max_by_key(number);
     kept.set_run(&run, last_step.as_ref());
     kept.end_session();
     Ok(Some(Recovered { run, state, from, steps_done, last_step }))
+}
+
+/// Returns a state if all ranks see it: hosts may not share the run's directory.
+fn on_all_hosts(world: &Arc<dyn ProcessGroup>, state: Option<PathBuf>) -> Result<Option<PathBuf>> {
+    let Some(state) = state else { return Ok(None) };
+    let sees = all_gather_object(&**world, &state.is_dir())?;
+    let Some(blind) = sees.iter().position(|sees| !sees) else { return Ok(Some(state)) };
+    if world.rank() == 0 {
+        tracing::warn!(
+            "rank {blind} does not see {}, where the state is that the ranks could go on from. Give the hosts a \
+             directory that they share, as trainer.default_root_dir",
+            state.display()
+        );
+    }
+    Ok(None)
 }
 
 impl Offer {
@@ -122,13 +159,18 @@ fn writers(offers: &[Offer]) -> Option<Vec<usize>> {
 fn write(
     world: &Arc<dyn ProcessGroup>,
     kept: &mut Kept,
+    places: &Places<'_>,
     offers: &[Offer],
     writers: &[usize],
 ) -> Result<Option<PathBuf>> {
     let name = format!("{WRITTEN}{}", generation());
     let held = |rank: &usize| offers[*rank].held.as_ref();
     let bytes: u64 = writers.iter().filter_map(held).map(|held| held.bytes).sum();
-    let place = broadcast_object(&**world, &job_memory(bytes), 0)?;
+    let place = match world.rank() {
+        0 => places.with_room_for(bytes),
+        _ => None,
+    };
+    let place = broadcast_object(&**world, &place, 0)?;
     let Some(place) = place else {
         if world.rank() == 0 {
             tracing::warn!(

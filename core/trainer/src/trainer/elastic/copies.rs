@@ -4,13 +4,13 @@ use std::path::PathBuf;
 
 use super::agreement::open;
 use super::kept::{Copy, place_in_replica};
+use super::places::Places;
 use crate::fabric::OptimizerState;
 use crate::trainer::saving::save::{held_state, whole_state};
 use crate::trainer::session::{Session, SessionSetup};
 use crate::{Error, Result};
 use fulgurite_checkpoint::{self as checkpoint, AsyncSaver, CheckpointIO};
 use fulgurite_engine::collective::broadcast_object;
-use fulgurite_launch::{job_memories, job_memory};
 
 /// Copies of a run's shards in the host's memory, made in the background.
 pub(crate) struct Copies {
@@ -49,7 +49,12 @@ impl Copies {
         }
         let world = session.setup.fabric.world();
         let all = request.bytes().saturating_mul(world.size() as u64);
-        let place: Option<PathBuf> = broadcast_object(&**world, &place(all), 0)?;
+        let places = Places::of(&session.setup.run_dir);
+        let place = match world.rank() {
+            0 => place(&places, all),
+            _ => None,
+        };
+        let place: Option<PathBuf> = broadcast_object(&**world, &place, 0)?;
         let Some(place) = place else {
             let message = format!(
                 "`trainer.elastic.replicas`: the host has no room for two copies of the state, {} bytes; give \
@@ -71,17 +76,26 @@ impl Copies {
     }
 }
 
+impl Copies {
+    /// Waits for the copy under way. It may have failed, like the collectives of its generation.
+    pub(crate) fn end(mut self) {
+        if let Err(error) = self.saver.wait() {
+            tracing::info!("a copy of the state was not made: {error}");
+        }
+    }
+}
+
 /// Returns where copies of `bytes` may be: two at a time, while one replaces the other.
-fn place(bytes: u64) -> Option<PathBuf> {
-    let free = |copies: u64| job_memory(copies.saturating_mul(bytes));
-    let used = newest_copy().and_then(|copy| Some(copy.path.parent()?.to_owned()));
+fn place(places: &Places<'_>, bytes: u64) -> Option<PathBuf> {
+    let free = |copies: u64| places.with_room_for(copies.saturating_mul(bytes));
+    let used = newest_copy(places).and_then(|copy| Some(copy.path.parent()?.to_owned()));
     used.filter(|used| free(1).is_some_and(|dir| used.starts_with(dir)))
         .or_else(|| Some(free(2)?.join(COPIES)))
 }
 
 /// Returns the newest copy of this job that is whole.
-pub(super) fn newest_copy() -> Option<Copy> {
-    let dirs = job_memories().into_iter().map(|dir| dir.join(COPIES));
+pub(super) fn newest_copy(places: &Places<'_>) -> Option<Copy> {
+    let dirs = places.all().into_iter().map(|dir| dir.join(COPIES));
     dirs.filter_map(|dir| newest(&*open(&dir).ok()?)).max()
 }
 

@@ -100,8 +100,10 @@ impl Kept {
     /// Keeps the session of a generation that has ended.
     pub(crate) fn keep(&mut self, mut session: Session) {
         self.run = Some(RunSoFar::of(&session));
-        // Waits for the copy under way, which may replace the one before.
-        drop(session.copies.take());
+        // The copy under way may replace the one before.
+        if let Some(copies) = session.copies.take() {
+            copies.end();
+        }
         // The state that the generation began with is removed once all ranks have it.
         self.copy = self.copy.take().filter(|copy| copy.path.is_dir());
         self.session = Some(session);

@@ -5,7 +5,8 @@
 //! state that they have together ([`agree`]):
 //!
 //! - what they hold: with replicas, the ranks that are left may have everything;
-//! - the copies of their shards in the host's memory ([`Copies`]);
+//! - the copies of their shards ([`Copies`]), in the host's memory or, if there may be several hosts,
+//!   in the run's directory ([`Places`](places::Places));
 //! - else the run's last checkpoint.
 //!
 //! They then set the run up again in this process, and resume from that state. A rank that joins
@@ -14,7 +15,9 @@
 mod agreement;
 mod copies;
 mod kept;
+mod places;
 
-pub(super) use agreement::{Recovered, agree, is_written_for, number};
+pub(super) use agreement::{Recovered, agree, is_written_for, leave_if_invited, number};
 pub(super) use copies::{Copies, copy_if_due};
 pub(super) use kept::{Kept, RunSoFar, place_in_replica};
+pub(super) use places::remove_kept_states;

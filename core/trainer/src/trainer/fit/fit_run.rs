@@ -9,7 +9,9 @@ use crate::fabric::FabricOptimizer;
 use crate::profiler::LogExecutionTime;
 use crate::run::{CountOrFraction, Precision, RunConfig};
 use crate::trainer::checkpoints::lookup::{CheckpointLookup, ResumeSource};
-use crate::trainer::elastic::{Copies, Recovered, RunSoFar, is_written_for, number};
+use crate::trainer::elastic::{
+    Copies, Recovered, RunSoFar, is_written_for, number, remove_kept_states,
+};
 use crate::trainer::end::summarize;
 use crate::trainer::evaluation::evaluate::validation_sets;
 use crate::trainer::fit::plan::StepPlanner;
@@ -55,6 +57,10 @@ pub(crate) fn fit(
     session.has_state = true;
     if session.setup.config.elastic.enabled && session.setup.rank() == 0 {
         RunSoFar::of(session).note()?;
+        if fulgurite_launch::generation() == 0 {
+            // Of an earlier attempt, whose processes were killed.
+            remove_kept_states(&session.setup.run_dir);
+        }
     }
     if !session.recorder.goes_on() {
         begin_reports(session, max_steps)?;

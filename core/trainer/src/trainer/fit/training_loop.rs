@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use crate::Result;
 use crate::run::TrainerConfig;
 use crate::trainer::Stage;
-use crate::trainer::elastic::copy_if_due;
+use crate::trainer::elastic::{copy_if_due, leave_if_invited};
 use crate::trainer::evaluation::evaluate::{Evaluated, EvaluationStage, evaluate, validation_sets};
 use crate::trainer::fit::plan::{LoopPlan, StepPlanner};
 use crate::trainer::fit::replica_check::check_replicas_if_due;
@@ -112,6 +112,7 @@ impl Session {
             self.requests.stop = vote.stop;
             let stops = vote.stop && self.may_stop(&plan);
             self.progress.set_open(stops);
+            leave_if_invited(self)?;
             copy_if_due(self)?;
             if makes_step
                 && !(validated || epoch_ends || saves || self.saving.is_running())

@@ -1,0 +1,240 @@
+//! Elastic trainings whose ranks `fulgurite run` starts, on one host and on two.
+
+use std::fs;
+use std::net::TcpListener;
+
+use rustix::process::{Signal, kill_process};
+use serde_json::Value;
+
+use crate::agents::{KEY, rank_of};
+use crate::program::{Job, Run, Running, Scratch, assert_close};
+use crate::two_hosts::Hosts;
+
+const STEPS: u64 = 400;
+
+/// An elastic training, whose ranks an agent can start.
+fn training<'a>(scratch: &'a Scratch, strategy: &str) -> Job<'a> {
+    scratch.small().set(&[
+        &format!("trainer.strategy={strategy}"),
+        "trainer.devices=auto",
+        "trainer.global_batch_size=8",
+        &format!("trainer.max_steps={STEPS}"),
+        "trainer.elastic.enabled=true",
+        // A high rate amplifies the rounding of sums in another order from step to step.
+        "optimizer.lr=1e-4",
+        "trainer.enable_plan=false",
+        "trainer.default_root_dir=runs",
+    ])
+}
+
+/// The losses of the training on four ranks, of which none is lost.
+fn undisturbed(job: &Job<'_>) -> Vec<(u64, f64)> {
+    job.clone().set(&["trainer.devices=4"]).succeed().losses().into_iter().collect()
+}
+
+/// Where agents meet, and the options that all of them have.
+struct Agents<'a> {
+    job: Job<'a>,
+    endpoint: String,
+    nodes: &'a str,
+    devices: &'a str,
+}
+
+impl<'a> Agents<'a> {
+    fn new(job: Job<'a>, nodes: &'a str, devices: &'a str) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let endpoint = listener.local_addr().unwrap().to_string();
+        Self { job, endpoint, nodes, devices }
+    }
+
+    fn job(&self, node_rank: &str) -> Job<'a> {
+        let args = [
+            "--nnodes",
+            self.nodes,
+            "--nproc-per-node",
+            self.devices,
+            "--rdzv-endpoint",
+            &self.endpoint,
+            "--keep-alive-timeout-secs",
+            "3",
+            "--last-call-timeout-secs",
+            "5",
+            "--node-rank",
+            node_rank,
+        ];
+        self.job.clone().env("FULGURITE_JOB_KEY", KEY).under_agent(&args)
+    }
+
+    fn start(&self, node_rank: &str) -> Running {
+        self.job(node_rank).start()
+    }
+
+    fn start_two(&self) -> [Running; 2] {
+        ["0", "1"].map(|node_rank| self.start(node_rank))
+    }
+}
+
+fn losses(runs: &[Run]) -> Vec<(u64, f64)> {
+    let all: std::collections::BTreeMap<u64, f64> = runs.iter().flat_map(Run::losses).collect();
+    all.into_iter().collect()
+}
+
+/// Asserts that agents have gone on to the end of the training, and returns the generations that
+/// they report.
+#[track_caller]
+fn gone_on(runs: &[Run]) -> Vec<Value> {
+    for run in runs {
+        assert_eq!(run.code(), Some(0), "{}{}", run.stdout, run.stderr);
+        assert!(!run.stderr.contains("error"), "{}", run.stderr);
+    }
+    let mut generations: Vec<Value> =
+        runs.iter().flat_map(|run| run.events_of("generation")).collect();
+    generations.sort_by_key(|event| event["generation"].as_u64());
+    assert!(!generations.is_empty(), "{}{}", runs[0].stdout, runs[0].stderr);
+    generations
+}
+
+/// Asserts that no state is left in the run's directory.
+#[track_caller]
+fn left_nothing(scratch: &Scratch) {
+    let run_dirs: Vec<_> = fs::read_dir(scratch.path().join("runs")).unwrap().flatten().collect();
+    assert!(!run_dirs.is_empty());
+    for run_dir in run_dirs {
+        let kept = run_dir.path().join("elastic");
+        assert!(!kept.exists(), "{}", kept.display());
+    }
+}
+
+#[test]
+fn agents_replace_a_killed_rank_to_the_bit() {
+    let scratch = Scratch::with_tokens();
+    let expected = undisturbed(&training(&scratch, "ddp"));
+    let agents = Agents::new(training(&scratch, "ddp"), "2", "2");
+    for (node, rank) in [(1, 3), (0, 0)] {
+        let running = agents.start_two();
+        let process = rank_of(&running[node], rank);
+        running[0].reach(20);
+        kill_process(process, Signal::KILL).unwrap();
+        let runs = running.map(Running::wait);
+        let generations = gone_on(&runs);
+        assert_eq!(generations.len(), 1);
+        assert_eq!(generations[0]["world_size"], 4);
+        assert_eq!(generations[0]["repeated_steps"], 0);
+        assert_eq!(losses(&runs), expected, "rank {rank} was killed");
+        left_nothing(&scratch);
+    }
+}
+
+#[test]
+fn a_single_agent_uses_the_hosts_memory() {
+    let scratch = Scratch::with_tokens();
+    let expected = undisturbed(&training(&scratch, "fsdp"));
+    let job = training(&scratch, "fsdp").set(&["trainer.elastic.replicas=1"]);
+    let running = job.under_agent(&["--nproc-per-node", "4"]).start();
+    let process = rank_of(&running, 2);
+    running.reach(20);
+    kill_process(process, Signal::KILL).unwrap();
+    let runs = [running.wait()];
+    assert_eq!(gone_on(&runs)[0]["from"], "the copies in the host's memory");
+    assert_eq!(losses(&runs), expected);
+}
+
+#[test]
+fn shards_of_several_nodes_come_from_the_runs_directory() {
+    let scratch = Scratch::with_tokens();
+    let expected = undisturbed(&training(&scratch, "fsdp"));
+    let job = training(&scratch, "fsdp").set(&["trainer.elastic.replicas=1"]);
+    let running = Agents::new(job, "2", "2").start_two();
+    let process = rank_of(&running[1], 2);
+    running[0].reach(20);
+    kill_process(process, Signal::KILL).unwrap();
+    let runs = running.map(Running::wait);
+    let generation = &gone_on(&runs)[0];
+    assert_eq!(generation["from"], "the copies in the run's directory");
+    assert!(generation["repeated_steps"].as_u64().unwrap() <= 2, "{generation}");
+    assert_eq!(losses(&runs), expected);
+    left_nothing(&scratch);
+}
+
+#[test]
+fn a_lost_node_comes_back() {
+    let scratch = Scratch::with_tokens();
+    // Slow steps: a new process must start before the end.
+    let job = training(&scratch, "ddp").set(&[
+        "trainer.max_steps=1500",
+        "trainer.global_batch_size=64",
+        "trainer.elastic.max_restarts=0",
+    ]);
+    let expected = undisturbed(&job);
+    let agents = Agents::new(job, "1:2", "2");
+    let [first, second] = agents.start_two();
+    first.reach(20);
+    // Like a host that is switched off.
+    kill_process(second.pid(), Signal::KILL).unwrap();
+    let is_in = |generation| {
+        move |this: &Running| (this.count_of("generation") == generation).then_some(())
+    };
+    first.until("the others to go on", is_in(1));
+    drop(second);
+    let third = agents.start("1");
+    first.until("the node to come back", is_in(2));
+    let runs = [first, third].map(Running::wait);
+    let sizes: Vec<Value> =
+        gone_on(&runs).iter().map(|event| event["world_size"].clone()).collect();
+    assert_eq!(sizes, [2, 4]);
+    assert_close_to(&losses(&runs), &expected);
+}
+
+#[test]
+fn a_cut_cable_costs_no_step() {
+    let Some(hosts) = Hosts::new() else { return };
+    let scratch = Scratch::with_tokens();
+    let expected = undisturbed(&training(&scratch, "ddp"));
+    let endpoint = format!("{}:29400", hosts.address(0));
+    let agents = Agents { endpoint, ..Agents::new(training(&scratch, "ddp"), "1:2", "2") };
+    let [first, second] =
+        [0, 1].map(|host| agents.job(&host.to_string()).within(hosts.name(host)).start());
+    first.reach(20);
+    hosts.cut();
+    let runs = [first.wait(), second.wait()];
+    assert!(!runs[1].status.success(), "the half without the rendezvous stops");
+    let generation = &gone_on(&runs[..1])[0];
+    assert_eq!((&generation["world_size"], &generation["repeated_steps"]), (&2.into(), &0.into()));
+    assert_close_to(&losses(&runs[..1]), &expected);
+}
+
+#[test]
+fn too_few_ranks_end_the_job() {
+    let scratch = Scratch::with_tokens();
+    let job = training(&scratch, "ddp")
+        .set(&["trainer.elastic.max_restarts=0", "trainer.elastic.min_ranks=4"]);
+    let running = Agents::new(job, "2", "2").start_two();
+    let process = rank_of(&running[1], 3);
+    running[0].reach(20);
+    kill_process(process, Signal::KILL).unwrap();
+    let runs = running.map(Running::wait);
+    for run in &runs {
+        assert_eq!(run.code(), Some(1), "{}", run.stderr);
+    }
+    let said = &runs[0].stderr;
+    assert!(said.contains("was killed by signal 9 (SIGKILL), and the job cannot go on"), "{said}");
+}
+
+#[test]
+fn own_errors_end_all_nodes() {
+    let scratch = Scratch::new();
+    scratch.token_files((0..200).map(|i| if i == 130 { 60 } else { i % 50 }));
+    let job = training(&scratch, "ddp").set(&["data.path=tokens"]);
+    let runs = Agents::new(job, "2", "2").start_two().map(Running::wait);
+    for run in &runs {
+        assert_eq!(run.code(), Some(1), "{}", run.stderr);
+    }
+    let said = format!("{}{}", runs[0].stderr, runs[1].stderr);
+    assert!(said.contains("id 60 is out of range"), "{said}");
+}
+
+#[track_caller]
+fn assert_close_to(found: &[(u64, f64)], expected: &[(u64, f64)]) {
+    let map = |losses: &[(u64, f64)]| losses.iter().copied().collect();
+    assert_close(&map(found), &map(expected), 1e-5);
+}
