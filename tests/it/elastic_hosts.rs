@@ -13,7 +13,7 @@ use crate::two_hosts::Hosts;
 const STEPS: u64 = 400;
 
 /// An elastic training, whose ranks an agent can start.
-fn training<'a>(scratch: &'a Scratch, strategy: &str) -> Job<'a> {
+pub(crate) fn training<'a>(scratch: &'a Scratch, strategy: &str) -> Job<'a> {
     scratch.small().set(&[
         &format!("trainer.strategy={strategy}"),
         "trainer.devices=auto",
@@ -33,7 +33,7 @@ fn undisturbed(job: &Job<'_>) -> Vec<(u64, f64)> {
 }
 
 /// Where agents meet, and the options that all of them have.
-struct Agents<'a> {
+pub(crate) struct Agents<'a> {
     job: Job<'a>,
     endpoint: String,
     nodes: &'a str,
@@ -41,7 +41,7 @@ struct Agents<'a> {
 }
 
 impl<'a> Agents<'a> {
-    fn new(job: Job<'a>, nodes: &'a str, devices: &'a str) -> Self {
+    pub(crate) fn new(job: Job<'a>, nodes: &'a str, devices: &'a str) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let endpoint = listener.local_addr().unwrap().to_string();
         Self { job, endpoint, nodes, devices }
@@ -65,7 +65,7 @@ impl<'a> Agents<'a> {
         self.job.clone().env("FULGURITE_JOB_KEY", KEY).under_agent(&args)
     }
 
-    fn start(&self, node_rank: &str) -> Running {
+    pub(crate) fn start(&self, node_rank: &str) -> Running {
         self.job(node_rank).start()
     }
 
@@ -74,7 +74,7 @@ impl<'a> Agents<'a> {
     }
 }
 
-fn losses(runs: &[Run]) -> Vec<(u64, f64)> {
+pub(crate) fn losses(runs: &[Run]) -> Vec<(u64, f64)> {
     let all: std::collections::BTreeMap<u64, f64> = runs.iter().flat_map(Run::losses).collect();
     all.into_iter().collect()
 }
@@ -234,7 +234,7 @@ fn own_errors_end_all_nodes() {
 }
 
 #[track_caller]
-fn assert_close_to(found: &[(u64, f64)], expected: &[(u64, f64)]) {
+pub(crate) fn assert_close_to(found: &[(u64, f64)], expected: &[(u64, f64)]) {
     let map = |losses: &[(u64, f64)]| losses.iter().copied().collect();
     assert_close(&map(found), &map(expected), 1e-5);
 }

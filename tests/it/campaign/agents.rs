@@ -15,7 +15,7 @@ const OVER: Duration = Duration::from_secs(20);
 const KEEP_ALIVE: u64 = 4;
 
 /// Processes with this variable in their environment, with their ranks.
-fn marked(mark: &str) -> Vec<(Pid, Option<usize>)> {
+pub(super) fn marked(mark: &str) -> Vec<(Pid, Option<usize>)> {
     let entries = fs::read_dir("/proc").unwrap().flatten();
     let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
     let found = pids.filter_map(|pid| {
@@ -29,7 +29,7 @@ fn marked(mark: &str) -> Vec<(Pid, Option<usize>)> {
 }
 
 /// Asserts that no process with this variable remains.
-fn assert_nothing_is_left(mark: &str) {
+pub(super) fn assert_nothing_is_left(mark: &str) {
     // The kernel ends ranks shortly after their agent.
     let end = Instant::now() + Duration::from_secs(5);
     while !marked(mark).is_empty() && Instant::now() < end {

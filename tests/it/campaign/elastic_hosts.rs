@@ -1,0 +1,119 @@
+//! Elastic trainings under `fulgurite run`: ranks and nodes lost at random moments, and nodes that
+//! come back.
+
+use std::time::Duration;
+
+use rustix::process::{Signal, kill_process};
+
+use super::agents::{assert_nothing_is_left, marked};
+use super::trials::{Trial, trials};
+use crate::elastic_hosts::{Agents, assert_close_to, losses, training};
+use crate::program::{Running, Scratch};
+
+const STEPS: u64 = 250;
+
+/// What happens to a job.
+#[derive(Debug, Clone, Copy)]
+enum Strike {
+    /// A signal to this rank.
+    Rank(usize, Signal),
+    /// The agent of this node is killed, and with it its ranks.
+    Node(usize),
+    /// An agent takes the place of the killed one.
+    Return,
+}
+
+/// Strikes a job at random, one to three times. It goes on to its end, with the losses of an
+/// undisturbed run.
+fn strike_at_random(scratch: &Scratch, trial: &mut Trial, generations: &mut usize) {
+    let rng = &mut trial.rng;
+    let (nodes, devices) = [(2, 1), (2, 2), (3, 1)][rng.usize(..3)];
+    let world_size = nodes * devices;
+    let strategy = match rng.usize(..3) {
+        0 if world_size == 4 => "{ type = \"hsdp\", data_parallel_replicate_size = 2 }",
+        1 => "fsdp",
+        _ => "ddp",
+    };
+    let mark = format!("{}-elastic-{}", std::process::id(), trial.seed);
+    let job = training(scratch, strategy).set(&[
+        &format!("trainer.max_steps={STEPS}"),
+        "trainer.global_batch_size=24",
+        &format!("trainer.default_root_dir=runs-{}", trial.seed),
+    ]);
+    let job = match rng.bool() {
+        true => job.set(&[
+            "trainer.val_check_interval=7",
+            "data.validation_fraction=0.2",
+            "checkpoint.every_n_steps=9",
+            "trainer.ema_decay=0.9",
+        ]),
+        false => job,
+    };
+    let expected = job.clone().set(&[&format!("trainer.devices={world_size}")]).succeed().losses();
+    let expected: Vec<(u64, f64)> = expected.into_iter().collect();
+    let replicas = format!("trainer.elastic.replicas={}", rng.usize(..2));
+    let job = job.set(&[&replicas]).env("CAMPAIGN_MARK", &mark);
+    let mark = format!("CAMPAIGN_MARK={mark}");
+    let (allowed, devices_text) = (format!("1:{nodes}"), devices.to_string());
+    let agents = Agents::new(job, &allowed, &devices_text);
+    let mut running: Vec<Option<Running>> =
+        (0..nodes).map(|node| Some(agents.start(&node.to_string()))).collect();
+    let (mut struck, mut killed, mut lost_node) = (Vec::new(), Vec::new(), None);
+    for _ in 0..rng.usize(1..4) {
+        let wait = Duration::from_millis(rng.u64(10..1500));
+        std::thread::sleep(wait);
+        let strike = match (rng.usize(..4), lost_node) {
+            (0, None) => Strike::Node(rng.usize(1..nodes)),
+            (0 | 1, Some(_)) => Strike::Return,
+            (2, _) => Strike::Rank(rng.usize(..world_size), Signal::STOP),
+            _ => Strike::Rank(rng.usize(..world_size), Signal::KILL),
+        };
+        match strike {
+            Strike::Rank(rank, signal) => {
+                // Too late if the job has ended, or the rank is not there any more.
+                let mut ranks = marked(&mark).into_iter();
+                if let Some((pid, _)) = ranks.find(|(_, found)| *found == Some(rank)) {
+                    let _ = kill_process(pid, signal);
+                }
+            }
+            Strike::Node(node) => {
+                let agent = running[node].take().expect("one node is lost");
+                agent.signal(Signal::KILL);
+                killed.push(agent.wait());
+                lost_node = Some(node);
+            }
+            Strike::Return => {
+                let node = lost_node.take().expect("a node is lost");
+                running[node] = Some(agents.start(&node.to_string()));
+            }
+        }
+        struck.push((wait, strike));
+    }
+    let runs: Vec<_> = running.into_iter().flatten().map(Running::wait).collect();
+    let text = || {
+        let said: Vec<String> =
+            runs.iter().map(|run| format!("{}\n{}", run.status, run.stderr)).collect();
+        format!("{strategy} on {nodes} x {devices}, {replicas}: {struck:?}\n{}", said.join("---\n"))
+    };
+    assert_nothing_is_left(&mark);
+    let first = &runs[0];
+    if first.code() != Some(0) {
+        // A rank that is lost after another has left ends the job.
+        let ended = first.stdout.contains("\"summary\"") && !first.stderr.contains("panicked");
+        assert!(ended, "{}", text());
+        return;
+    }
+    let begun = first.events_of("generation").len();
+    *generations += begun;
+    eprintln!("{strategy} on {nodes} x {devices}, {replicas}: {struck:?}, {begun} times");
+    assert_eq!(losses(&runs[..1]).len() as u64, STEPS, "{}", text());
+    assert_close_to(&losses(&runs[..1]), &expected);
+}
+
+#[test]
+fn random_losses_of_ranks_and_nodes() {
+    let mut generations = 0;
+    let scratch = Scratch::with_tokens();
+    trials(4, |trial| strike_at_random(&scratch, trial, &mut generations));
+    assert!(generations > 0, "no trial lost a rank in time");
+}
