@@ -18,8 +18,14 @@ One host, four ranks, started again up to three times after a failure:
 Two hosts, the same command on both, and the same secret in FULGURITE_JOB_KEY (`openssl rand -hex 16`):
   fulgurite run --nnodes 2 --nproc-per-node 4 --rdzv-endpoint node0:29400 -- ./pretrain fit --config run.toml
 
-Two to four hosts: it goes on with those that are left, and takes one that comes back in at the next restart:
+Two to four hosts: it starts again with those that are left, and takes one that comes back in at the next
+restart (with trainer.elastic.enabled = true both without a restart):
   fulgurite run --nnodes 2:4 --max-restarts 10 --nproc-per-node 4 --rdzv-endpoint node0:29400 -- ./pretrain fit
+
+An elastic job that may lose any of its hosts, with a coordinator on a host that starts no ranks:
+  fulgurite run --nnodes 1:4 --nproc-per-node 0 --rdzv-endpoint login:29400 -- ./pretrain
+  fulgurite run --nnodes 1:4 --nproc-per-node 4 --rdzv-endpoint login:29400 -- ./pretrain fit \
+      --set trainer.elastic.enabled=true
 
 Ranks are told by the variables of torchrun. A restart goes on from the last checkpoint of the job.";
 
@@ -29,7 +35,7 @@ const MASTER_PORT: u16 = 29500;
 #[derive(Args)]
 #[command(after_long_help = EXAMPLES)]
 pub(crate) struct Run {
-    /// Ranks on this node: a number, or `auto` for one a core
+    /// Ranks on this node: a number, `auto` for one a core, or 0 to coordinate the job alone
     #[arg(long, alias = "nproc_per_node", value_name = "N", default_value = "1")]
     nproc_per_node: String,
     /// Nodes: a number, or the least and the most, such as 1:4

@@ -33,6 +33,7 @@ fn undisturbed(job: &Job<'_>) -> Vec<(u64, f64)> {
 }
 
 /// Where agents meet, and the options that all of them have.
+#[derive(Clone)]
 pub(crate) struct Agents<'a> {
     job: Job<'a>,
     endpoint: String,
@@ -48,6 +49,15 @@ impl<'a> Agents<'a> {
     }
 
     fn job(&self, node_rank: &str) -> Job<'a> {
+        self.with(&["--node-rank", node_rank])
+    }
+
+    /// Starts an agent without a place among the nodes.
+    fn coordinate(&self) -> Running {
+        self.with(&[]).start()
+    }
+
+    fn with(&self, more: &[&str]) -> Job<'a> {
         let args = [
             "--nnodes",
             self.nodes,
@@ -59,10 +69,8 @@ impl<'a> Agents<'a> {
             "3",
             "--last-call-timeout-secs",
             "5",
-            "--node-rank",
-            node_rank,
         ];
-        self.job.clone().env("FULGURITE_JOB_KEY", KEY).under_agent(&args)
+        self.job.clone().env("FULGURITE_JOB_KEY", KEY).under_agent(&[&args, more].concat())
     }
 
     pub(crate) fn start(&self, node_rank: &str) -> Running {
@@ -201,6 +209,29 @@ fn a_cut_cable_costs_no_step() {
     let generation = &gone_on(&runs[..1])[0];
     assert_eq!((&generation["world_size"], &generation["repeated_steps"]), (&2.into(), &0.into()));
     assert_close_to(&losses(&runs[..1]), &expected);
+}
+
+#[test]
+fn a_coordinator_without_ranks_survives_all_hosts() {
+    let scratch = Scratch::with_tokens();
+    let job = training(&scratch, "ddp");
+    let expected = undisturbed(&job);
+    let agents = Agents::new(job, "1:2", "2");
+    let coordinator = Agents { devices: "0", ..agents.clone() }.coordinate();
+    coordinator.until("the rendezvous", |this| this.said("coordinates the job").then_some(()));
+    let [first, second] = agents.start_two();
+    first.reach(20);
+    // The host of rank 0.
+    kill_process(first.pid(), Signal::KILL).unwrap();
+    let killed = first.wait();
+    let runs = [second.wait()];
+    assert_eq!(gone_on(&runs)[0]["world_size"], 2);
+    let coordinator = coordinator.wait();
+    assert_eq!(coordinator.code(), Some(0), "{}", coordinator.stderr);
+    assert!(coordinator.stderr.contains("node 0 ("), "{}", coordinator.stderr);
+    let mut losses: std::collections::BTreeMap<u64, f64> = killed.losses_so_far();
+    losses.extend(runs[0].losses());
+    assert_close_to(&losses.into_iter().collect::<Vec<_>>(), &expected);
 }
 
 #[test]

@@ -498,6 +498,11 @@ impl Running {
         self.count_of("step")
     }
 
+    /// Whether stderr has this text so far.
+    pub fn said(&self, text: &str) -> bool {
+        fs::read_to_string(&self.stderr).unwrap().contains(text)
+    }
+
     /// Number of events of a kind reported so far.
     pub fn count_of(&self, kind: &str) -> usize {
         let begin = format!("{{\"event\":\"{kind}\",");

@@ -242,7 +242,7 @@ impl Coordinator {
             let alive: Vec<(u64, Member)> = self
                 .agents
                 .iter()
-                .filter(|(_, known)| self.lives(known))
+                .filter(|(_, known)| self.lives(known) && known.member.devices > 0)
                 .map(|(agent, known)| (*agent, known.member.clone()))
                 .collect();
             if alive.len() >= most {
@@ -287,6 +287,7 @@ impl Coordinator {
         let comes = |agent: &u64, known: &Known| {
             attempt.place(*agent).is_none()
                 && self.lives(known)
+                && known.member.devices > 0
                 && known.since.elapsed() >= SETTLED
                 && self.lost_hosts.get(&known.member.host).copied().unwrap_or(0) <= MAX_HOST_LOSSES
         };

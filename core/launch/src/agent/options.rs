@@ -16,7 +16,7 @@ pub struct AgentOptions {
     pub program: OsString,
     /// Its arguments.
     pub arguments: Vec<OsString>,
-    /// Number of ranks on this node.
+    /// Number of ranks on this node; 0 for an agent that only coordinates the others.
     pub devices: usize,
     /// The allowed numbers of nodes.
     pub nodes: Nodes,

@@ -39,8 +39,6 @@ const COPY_GRACE: Duration = Duration::from_secs(2);
 pub(super) struct Ranks {
     ranks: Vec<Rank>,
     stores: Stores,
-    /// Ranks that are lost in an elastic job, each with a description.
-    lost: Vec<(usize, String)>,
     /// How long a later generation still waits for its ranks; `None` once all have come.
     joining: Option<Patience>,
     orphans: Orphans,
@@ -65,6 +63,9 @@ struct Rank {
     killed: bool,
     /// Since when the process is stopped.
     stopped: Option<Patience>,
+    /// How the process was lost, in an elastic job that may go on without it. The loss may come
+    /// just before the next generation, which counts on the process.
+    lost: Option<String>,
 }
 
 /// What the ranks of a node are started with.
@@ -93,7 +94,6 @@ impl Ranks {
         let mut ranks = Self {
             ranks: Vec::new(),
             stores,
-            lost: Vec::new(),
             joining: None,
             orphans: orphans.clone(),
             node: start.attempt.node_name(start.place),
@@ -144,7 +144,6 @@ impl Ranks {
         stores.follow(std::mem::take(&mut self.stores), start, generation);
         self.stores = stores;
         self.node = start.attempt.node_name(start.place);
-        self.lost.clear();
         let join_timeout = self.stores.going_on().map(|going_on| going_on.join_timeout);
         self.joining = join_timeout.map(Patience::new);
         Ok(())
@@ -165,12 +164,15 @@ impl Ranks {
             };
             ends |= by_itself || self.stores.has_left(local_rank);
         }
-        Losses { lost: self.lost.clone(), ends }
+        let lost = self.ranks.iter().filter_map(|rank| Some((rank.rank, rank.lost.clone()?)));
+        Losses { lost: lost.collect(), ends }
     }
 
     /// Whether ranks are lost, and it is not decided yet how the job goes on.
     fn waits_for_decision(&self) -> bool {
-        !self.lost.is_empty() && self.ending.is_none() && self.interrupted.is_none()
+        self.ranks.iter().any(|rank| rank.lost.is_some())
+            && self.ending.is_none()
+            && self.interrupted.is_none()
     }
 
     /// Kills ranks of an elastic job that are stopped while this process runs, and ranks of a later
@@ -272,7 +274,7 @@ impl Ranks {
             (None, Some(signal)) if killed && signal == Signal::KILL.as_raw() => return,
             (None, Some(signal)) if asked && signals::is_handled(signal) => return,
             (None, Some(_)) if !asked && self.stores.going_on().is_some() => {
-                self.lost.push((rank, rank_process::describe(end)));
+                self.ranks[i].lost = Some(rank_process::describe(end));
                 return;
             }
             _ => {}
@@ -424,9 +426,16 @@ impl Start<'_> {
         let started = command.process_group(0).stdin(Stdio::null()).spawn();
         let log = output.hidden();
         let started = started.and_then(|mut process| match output.copy(&mut process) {
-            Ok(copies) => {
-                Ok(Rank { rank, process, copies, log, end: None, killed: false, stopped: None })
-            }
+            Ok(copies) => Ok(Rank {
+                rank,
+                process,
+                copies,
+                log,
+                end: None,
+                killed: false,
+                stopped: None,
+                lost: None,
+            }),
             Err(error) => {
                 let _ = kill_process_group(Pid::from_child(&process), Signal::KILL);
                 let _ = process.wait();

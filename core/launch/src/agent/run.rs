@@ -21,6 +21,8 @@ use fulgurite_store::{Patience, Store};
 
 /// Interval between checks on ranks, signals and other agents.
 const POLL: Duration = Duration::from_millis(20);
+const INTERRUPTED: &str =
+    "interrupted: the ranks finish their step; interrupt again to end them at once";
 /// How long the hosting agent waits until the others know about the end of the job.
 const FAREWELL: Duration = Duration::from_secs(5);
 
@@ -35,6 +37,16 @@ pub fn run(options: &AgentOptions) -> Result<i32> {
     check(options)?;
     signals::handle(SecondSignal::Ignore)?;
     let meeting = Meeting::join(options)?;
+    if options.devices == 0 {
+        if !meeting.hosts {
+            return Err(Error::Launch(
+                "an agent with --nproc-per-node 0 coordinates the job, so it must host the rendezvous; start it \
+                 on the host that --rdzv-endpoint names, before the others"
+                    .to_owned(),
+            ));
+        }
+        print_message("this agent coordinates the job, and starts no ranks");
+    }
     let agent = meeting.store.add(keys::AGENTS, 1)?.unsigned_abs() - 1;
     let member = Member {
         host: rustix::system::uname().nodename().to_string_lossy().into_owned(),
@@ -81,8 +93,12 @@ fn wait_for_byes(store: &dyn Store, own: u64) {
 }
 
 fn check(options: &AgentOptions) -> Result<()> {
-    if options.devices == 0 {
-        return Err(Error::Launch("--nproc-per-node must be 1 or more".to_owned()));
+    if options.devices == 0 && options.endpoint.is_none() {
+        return Err(Error::Launch(
+            "--nproc-per-node must be 1 or more, or 0 on a host that only coordinates the job: the one that \
+             --rdzv-endpoint names"
+                .to_owned(),
+        ));
     }
     if let Some(id) = &options.id
         && (id.is_empty() || id.len() > 128 || !id.chars().all(is_plain) || id.starts_with('.'))
@@ -123,7 +139,8 @@ struct Agent<'a> {
 
 impl Agent<'_> {
     fn run(&self) -> Result<i32> {
-        let (mut before, mut told_to_wait, mut printed) = (0, false, None);
+        let (mut before, mut told_to_wait, mut printed) = (0, self.coordinates_only(), None);
+        let mut asked = false;
         loop {
             let seen = self.board.seen();
             if let Some(over) = seen.over {
@@ -139,8 +156,18 @@ impl Agent<'_> {
             }
             self.check_contact(&seen)?;
             if let Some(signal) = signals::take() {
-                print_message("interrupted");
-                return Ok(128 + signal);
+                match seen.attempt.as_ref().filter(|_| self.coordinates_only()) {
+                    None => {
+                        print_message("interrupted");
+                        return Ok(128 + signal);
+                    }
+                    Some(attempt) if asked => self.board.tell_kill(attempt.number),
+                    Some(attempt) => {
+                        print_message(INTERRUPTED);
+                        self.board.tell_interrupt(attempt.number, signal);
+                    }
+                }
+                asked |= !signals::is_advance_notice(signal);
             }
             match seen.attempt {
                 Some(attempt) if attempt.number > before => {
@@ -163,6 +190,11 @@ impl Agent<'_> {
                 _ => std::thread::sleep(POLL),
             }
         }
+    }
+
+    /// Whether this agent starts no ranks.
+    fn coordinates_only(&self) -> bool {
+        self.options.devices == 0
     }
 
     /// Checks that the store answers and the coordinator works.
@@ -385,7 +417,7 @@ fn handle_signals(ranks: &mut Ranks) -> Option<Asked> {
         ranks.end_at_once();
         return Some(Asked::Again);
     }
-    print_message("interrupted: the ranks finish their step; interrupt again to end them at once");
+    print_message(INTERRUPTED);
     ranks.interrupt(signal);
     Some(Asked::Once(signal))
 }
