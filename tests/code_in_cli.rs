@@ -315,6 +315,11 @@ fn slow_rank_is_named() {
     let run = train_normed(directory.path(), "pace", &sets);
     let stderr = String::from_utf8_lossy(&run.stderr);
     assert!(run.status.success() && stderr.contains("WARN rank 1 on "), "{stderr}");
+    // The new process in its place is slow too.
+    let elastic = ["trainer.elastic.replace_slow_ranks=true", "trainer.elastic.max_restarts=1"];
+    let replaced = train(directory.path(), "pace", &[&sets[..], &elastic].concat());
+    let sizes = by_step(&replaced, "generation", "world_size");
+    assert_eq!(sizes.into_values().collect::<Vec<_>>(), [2.0, 1.0]);
 }
 
 fn main() -> ExitCode {

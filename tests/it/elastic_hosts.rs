@@ -52,9 +52,9 @@ impl<'a> Agents<'a> {
         self.with(&["--node-rank", node_rank])
     }
 
-    /// Starts an agent without a place among the nodes.
-    fn coordinate(&self) -> Running {
-        self.with(&[]).start()
+    /// An agent that starts no ranks.
+    pub(crate) fn coordinator(&self) -> Job<'a> {
+        Self { devices: "0", ..self.clone() }.with(&[])
     }
 
     fn with(&self, more: &[&str]) -> Job<'a> {
@@ -217,7 +217,7 @@ fn a_coordinator_without_ranks_survives_all_hosts() {
     let job = training(&scratch, "ddp");
     let expected = undisturbed(&job);
     let agents = Agents::new(job, "1:2", "2");
-    let coordinator = Agents { devices: "0", ..agents.clone() }.coordinate();
+    let coordinator = agents.coordinator().start();
     coordinator.until("the rendezvous", |this| this.said("coordinates the job").then_some(()));
     let [first, second] = agents.start_two();
     first.reach(20);

@@ -96,15 +96,19 @@ impl Invitation {
         serde_json::from_str(invitation).ok()
     }
 
-    /// Returns the numbers of the rank that was `old` in the generation before; `None` if it has no
-    /// place.
-    fn info(&self, old: usize) -> Option<RankInfo> {
+    /// Returns the rank that was `old` in the generation before; `None` if it has no place.
+    pub(super) fn rank_of(&self, old: usize) -> Option<usize> {
         if self.left_out.contains(&old) {
             return None;
         }
         let place = old - self.left_out.iter().filter(|&&other| other < old).count();
-        let world_size = self.nodes.iter().sum();
-        let rank = (0..world_size).filter(|rank| !self.new.contains(rank)).nth(place)?;
+        let world_size: usize = self.nodes.iter().sum();
+        (0..world_size).filter(|rank| !self.new.contains(rank)).nth(place)
+    }
+
+    /// Returns the numbers of the rank that was `old`, as [`rank_of`](Self::rank_of).
+    fn info(&self, old: usize) -> Option<RankInfo> {
+        let (rank, world_size) = (self.rank_of(old)?, self.nodes.iter().sum());
         let (mut node_rank, mut first) = (0, 0);
         while rank >= first + self.nodes[node_rank] {
             first += self.nodes[node_rank];

@@ -37,6 +37,8 @@ mod coordinator;
 mod endpoint;
 mod generation;
 mod logs;
+#[cfg(test)]
+mod model;
 mod options;
 mod plan;
 mod ranks;

@@ -7,7 +7,7 @@ use fulgurite_config::ConfigType;
 fulgurite_config::config_struct! {
     /// Whether a training goes on that has lost a rank: the table `[trainer.elastic]`. A rank is
     /// lost if its process is killed, or is stopped while others run. For ranks that the program
-    /// starts itself, on one host.
+    /// starts itself, on one host, and for those of `fulgurite run` on one host or several.
     #[derive(Debug, Clone, PartialEq)]
     pub struct ElasticConfig {
         /// Whether the other ranks go on, without a restart: they take the step in which the rank was
@@ -18,7 +18,8 @@ fulgurite_config::config_struct! {
         /// How often a new process takes the place of the same rank. After that the other ranks
         /// divide its samples among them.
         pub max_restarts: u64 = 3,
-        /// Number of copies of shards that only one rank has, in the host's memory: `0` or `1`.
+        /// Number of copies of shards that only one rank has: `0` or `1`. They are in the host's
+        /// memory; in a job that may have several hosts, in the run's directory.
         /// Without copies, a run that has lost such shards goes on from its last checkpoint. Replicas
         /// (`ddp`, and `fsdp` with `data_parallel_replicate_size`) need none.
         pub replicas: usize = 0,
@@ -28,6 +29,9 @@ fulgurite_config::config_struct! {
         /// Number of seconds that ranks wait for each other after a loss; by default
         /// `trainer.timeout_secs`. Ranks that have not come then are lost too.
         pub join_timeout_secs: Option<u64> = None,
+        /// Whether a rank that `trainer.slow_rank_factor` names is replaced by a new process, or after
+        /// `max_restarts` of them left out.
+        pub replace_slow_ranks: bool = false,
     }
 }
 

@@ -475,6 +475,12 @@ impl TrainerConfig {
     fn check_elastic(&self) -> Result<()> {
         let elastic = &self.elastic;
         elastic.validate()?;
+        if elastic.replace_slow_ranks && self.slow_rank_factor.is_none() {
+            return config_error(
+                "elastic.replace_slow_ranks",
+                "which ranks are slow? Set `trainer.slow_rank_factor`, such as 1.5",
+            );
+        }
         if !elastic.enabled {
             return Ok(());
         }

@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::process::{Signal, getpid, kill_process};
+
 use super::copies::newest_copy;
 use super::kept::{Copy, Held, Kept, Offer, RunSoFar};
 use super::places::Places;
@@ -55,6 +57,18 @@ pub(crate) fn leave_if_invited(session: &Session) -> Result<()> {
         Some(JobFailure { rank, message, .. }) => Err(Error::PeerFailed { rank, message }),
         None => Ok(()),
     }
+}
+
+/// Loses these ranks, as if the kernel had killed them: the others notice, and a new process takes the
+/// place of each. All ranks name the same. Collective.
+///
+/// # Errors
+/// On the ranks that are left, because ranks are lost.
+pub(crate) fn lose(world: &Arc<dyn ProcessGroup>, ranks: &[usize]) -> Result<()> {
+    if ranks.contains(&world.rank()) {
+        let _ = kill_process(getpid(), Signal::KILL);
+    }
+    world.barrier()?.wait()
 }
 
 /// The number of a reported step.

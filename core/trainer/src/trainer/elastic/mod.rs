@@ -17,7 +17,7 @@ mod copies;
 mod kept;
 mod places;
 
-pub(super) use agreement::{Recovered, agree, is_written_for, leave_if_invited, number};
+pub(super) use agreement::{Recovered, agree, is_written_for, leave_if_invited, lose, number};
 pub(super) use copies::{Copies, copy_if_due};
 pub(super) use kept::{Kept, RunSoFar, place_in_replica};
 pub(super) use places::remove_kept_states;

@@ -1,9 +1,7 @@
 //! Comparing what replicas hold (`trainer.check_replicas_every_n_steps`).
 
-use rustix::process::{Signal, getpid, kill_process};
-
 use crate::fabric::{OptimizerState, SyncBuffers};
-use crate::trainer::elastic::place_in_replica;
+use crate::trainer::elastic::{lose, place_in_replica};
 use crate::trainer::session::Session;
 use crate::{Error, Result};
 use fulgurite_checkpoint::ShardTensor;
@@ -89,12 +87,7 @@ pub(crate) fn check_replicas_if_due(session: &mut Session) -> Result<()> {
         if session.setup.fabric.is_global_zero() || odd.contains(&session.setup.rank()) {
             tracing::warn!("{message}. The training goes on without what these ranks hold");
         }
-        if odd.contains(&session.setup.rank()) {
-            // As a rank that the kernel kills: the others notice, and a new process takes its place.
-            let _ = kill_process(getpid(), Signal::KILL);
-        }
-        // It fails, because ranks are lost.
-        world.barrier()?.wait()?;
+        lose(world, &odd)?;
     }
     Err(Error::other(message))
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use crate::Result;
 use crate::run::TrainerConfig;
 use crate::trainer::Stage;
-use crate::trainer::elastic::{copy_if_due, leave_if_invited};
+use crate::trainer::elastic::{copy_if_due, leave_if_invited, lose};
 use crate::trainer::evaluation::evaluate::{Evaluated, EvaluationStage, evaluate, validation_sets};
 use crate::trainer::fit::plan::{LoopPlan, StepPlanner};
 use crate::trainer::fit::replica_check::check_replicas_if_due;
@@ -85,7 +85,11 @@ impl Session {
                     && let Some(flight) = &mut self.flight
                 {
                     let world = self.setup.fabric.world();
-                    flight.compare_paces(&**world, self.progress.step())?;
+                    let slow = flight.compare_paces(&**world, self.progress.step())?;
+                    let elastic = &self.setup.config.elastic;
+                    if elastic.enabled && elastic.replace_slow_ranks && !slow.is_empty() {
+                        lose(world, &slow)?;
+                    }
                 }
             }
             if self.progress.validation_due() {

@@ -62,14 +62,18 @@ impl Flight {
         Ok(Self { shared, pace: slow_rank_factor.map(Pace::new) })
     }
 
-    /// Compares the paces of the ranks after a logged step, if the configuration asks for it.
-    /// Collective.
+    /// Compares the paces of the ranks after a logged step, if the configuration asks for it. Returns
+    /// the slow ranks. Collective.
     ///
     /// # Errors
     /// If a peer fails.
-    pub(crate) fn compare_paces(&mut self, world: &dyn ProcessGroup, step: u64) -> Result<()> {
+    pub(crate) fn compare_paces(
+        &mut self,
+        world: &dyn ProcessGroup,
+        step: u64,
+    ) -> Result<Vec<usize>> {
         let recorder = &self.shared.recorder;
-        self.pace.as_mut().map_or(Ok(()), |pace| pace.compare(recorder, world, step))
+        self.pace.as_mut().map_or(Ok(Vec::new()), |pace| pace.compare(recorder, world, step))
     }
 
     /// Writes the record after an error, if ranks were stuck. Returns its directory then.

@@ -31,8 +31,8 @@ impl Pace {
         Self { factor, last: None, slow: BTreeSet::new() }
     }
 
-    /// Compares the ranks over the steps since the last call. Rank 0 warns of ranks that were slow
-    /// twice in a row. Collective.
+    /// Compares the ranks over the steps since the last call. Returns the ranks that were slow twice
+    /// in a row, of which rank 0 warns. Collective.
     ///
     /// # Errors
     /// If a peer fails.
@@ -41,10 +41,10 @@ impl Pace {
         recorder: &FlightRecorder,
         world: &dyn ProcessGroup,
         step: u64,
-    ) -> Result<()> {
+    ) -> Result<Vec<usize>> {
         let (now, waited) = (Instant::now(), recorder.waited());
         let Some((first, begun, waited_before)) = self.last.replace((step, now, waited)) else {
-            return Ok(());
+            return Ok(Vec::new());
         };
         let computed = (now - begun).saturating_sub(waited.saturating_sub(waited_before));
         let steps = step.saturating_sub(first).max(1);
@@ -54,8 +54,8 @@ impl Pace {
         self.last = Some((step, Instant::now(), recorder.waited()));
         let secs: Vec<f64> = all.iter().map(|rank| rank.secs).collect();
         let (median, slow) = slow_ranks(&secs, self.factor);
-        let again = slow.intersection(&self.slow).filter(|_| world.rank() == 0);
-        for &rank in again {
+        let again: Vec<usize> = slow.intersection(&self.slow).copied().collect();
+        for &rank in again.iter().filter(|_| world.rank() == 0) {
             tracing::warn!(
                 "rank {rank} on {} is slow: in the last steps it computed {:.3} s a step, and half of the ranks at \
                  most {median:.3} s",
@@ -64,7 +64,7 @@ impl Pace {
             );
         }
         self.slow = slow;
-        Ok(())
+        Ok(again)
     }
 }
 
