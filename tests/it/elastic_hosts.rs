@@ -165,6 +165,25 @@ fn shards_of_several_nodes_come_from_the_runs_directory() {
 }
 
 #[test]
+fn ranks_of_all_nodes_may_be_lost_at_once() {
+    let scratch = Scratch::with_tokens();
+    let job = training(&scratch, "ddp");
+    let expected = job.clone().set(&["trainer.devices=2"]).succeed().losses();
+    let agents = Agents::new(job.set(&["checkpoint.every_n_steps=8"]), "2", "1");
+    let running = agents.start_two();
+    let ranks = [rank_of(&running[0], 0), rank_of(&running[1], 1)];
+    running[0].reach(20);
+    for signal in [Signal::STOP, Signal::KILL] {
+        ranks.iter().for_each(|rank| kill_process(*rank, signal).unwrap());
+    }
+    let runs = running.map(Running::wait);
+    assert_eq!(gone_on(&runs).last().unwrap()["from"], "the last checkpoint");
+    assert_eq!(losses(&runs), expected.into_iter().collect::<Vec<_>>());
+    let run_dirs = fs::read_dir(scratch.path().join("runs")).unwrap().count();
+    assert_eq!(run_dirs, 2, "the run goes on in its directory");
+}
+
+#[test]
 fn a_lost_node_comes_back() {
     let scratch = Scratch::with_tokens();
     // Slow steps: a new process must start before the end.

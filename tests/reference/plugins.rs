@@ -31,7 +31,7 @@ fn built_in_plugins_are_listed() {
     checkpoint_io: local
     environment: kubernetes, local, lsf, mpi, slurm, torchelastic
     gradient_compression: bf16, fp16
-    logger: csv, jsonl, mlflow, prometheus, tensorboard
+    logger: csv, jsonl, mlflow, otlp, prometheus, tensorboard
     optimizer: adafactor, adagrad, adam, adamw, lion, muon, rmsprop, schedule_free_adamw, sgd
     parallelize: hf, llama, none, plan
     process_group: auto, shm, tcp

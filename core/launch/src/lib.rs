@@ -81,6 +81,7 @@ pub use fulgurite_store::{
 };
 pub use job_memory::{job_memories, job_memory};
 pub use launcher::{LaunchOptions, launch, launch_checked};
+pub use link::{note_work, noted_work};
 pub use memory::HostMemory;
 pub use panics::{catch_panic, print_panics};
 pub use rank::LaunchedRank;

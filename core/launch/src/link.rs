@@ -9,16 +9,18 @@ use serde::{Deserialize, Serialize};
 use super::elastic::{Elastic, Invitation, UNLIMITED};
 use super::job_secret::JOB_KEY_VARIABLE;
 use super::launcher::{address_towards, client_options};
-use super::rank::{Membership, RankInfo};
+use super::rank::{Membership, RankInfo, membership};
 use super::rank_env::RankEnv;
 use crate::environment::Variables;
 use crate::{Error, Result};
-use fulgurite_store::{ClientIdentity, JobKey, Patience, StoreHost, TcpStore};
+use fulgurite_store::{ClientIdentity, JobKey, Patience, Store as _, StoreHost, TcpStore};
 
 /// The variable with the [`AgentLink`].
 const LINK_VARIABLE: &str = "FULGURITE_AGENT_LINK";
 /// The key of an agent's own store for how the job goes on ([`GoingOn`]).
 pub(super) const GOING_ON_KEY: &str = "elastic";
+/// The key of an agent's own store for what rank 0 notes of its work ([`note_work`]).
+pub(super) const WORK_KEY: &str = "work";
 /// How long a rank waits for its agent, after the time in which agents notice that a host is lost.
 const AGENT_NOTICE: Duration = Duration::from_secs(5);
 /// Time to connect to the own agent's store, which listens already.
@@ -49,6 +51,8 @@ pub(super) struct AgentLink {
     pub(super) port: u16,
     /// Time in which agents notice that a host is lost.
     pub(super) keep_alive: Duration,
+    /// What rank 0 of an earlier generation has noted of its work.
+    pub(super) work: Option<String>,
 }
 
 impl AgentLink {
@@ -89,6 +93,8 @@ pub(super) struct GoingOn {
     pub(super) join_timeout: Duration,
     /// Whether the job can have each number of ranks, from 0 on.
     pub(super) fits: Vec<bool>,
+    /// What rank 0 has noted of its work, which an agent adds.
+    pub(super) work: Option<String>,
 }
 
 impl GoingOn {
@@ -98,6 +104,7 @@ impl GoingOn {
             max_restarts: elastic.max_restarts,
             join_timeout: elastic.join_timeout,
             fits: (0..=most_ranks).map(|ranks| ranks > 0 && (elastic.fits)(ranks)).collect(),
+            work: None,
         }
     }
 }
@@ -174,6 +181,23 @@ impl Link {
     }
 }
 
+/// Notes what new processes must know of the job's work, if no other process is left that knows it.
+/// Under an agent of an elastic job; elsewhere it does nothing, and processes of one host have
+/// [`job_memories`](crate::job_memories). Called on rank 0.
+///
+/// # Errors
+/// If the agent has ended.
+pub fn note_work(work: &str) -> Result<()> {
+    let to = membership().and_then(|membership| membership.link.agent.as_ref());
+    to.map_or(Ok(()), |to| to.client.set(WORK_KEY, work.as_bytes()))
+}
+
+/// Returns what rank 0 of an earlier generation has [noted](note_work), as far as this process's agent
+/// knows.
+pub fn noted_work() -> Option<String> {
+    membership()?.link.agent.as_ref()?.link.work.clone()
+}
+
 /// The secret that agents and ranks share.
 fn secret() -> Result<String> {
     Variables::current().require(JOB_KEY_VARIABLE, "the job's secret")
@@ -247,7 +271,7 @@ impl Place {
                 return Some(failure);
             }
             let job = self.job.as_ref().filter(|job| !job.has_lost_host());
-            let reported = job.and_then(|job| fulgurite_store::Store::failure(&**job));
+            let reported = job.and_then(|job| job.failure());
             // The agent's own message may be under way.
             if slice.is_zero() || (reported.is_some() && own_since.elapsed() > AGENT_GRACE) {
                 return reported;

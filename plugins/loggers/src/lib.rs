@@ -1,5 +1,5 @@
-//! Loggers and event sinks: the loggers `csv`, `jsonl`, `tensorboard`, `mlflow` and `prometheus`, and
-//! the sinks [`ProgressBar`] (for people) and [`JsonLines`] (for programs).
+//! Loggers and event sinks: the loggers `csv`, `jsonl`, `tensorboard`, `mlflow`, `prometheus` and
+//! `otlp`, and the sinks [`ProgressBar`] (for people) and [`JsonLines`] (for programs).
 //!
 //! ```
 //! use fulgurite_core::config::PluginValue;
@@ -21,14 +21,20 @@ mod csv;
 mod json_lines;
 mod jsonl;
 mod mlflow;
+mod otlp;
 mod progress;
 mod prometheus;
+mod remote;
 mod tensorboard;
+#[cfg(test)]
+mod test_server;
 
 pub use crate::csv::CsvConfig;
 pub use json_lines::JsonLines;
 pub use jsonl::JsonlConfig;
-pub use mlflow::{MlflowConfig, OnError};
+pub use mlflow::MlflowConfig;
+pub use otlp::OtlpConfig;
 pub use progress::ProgressBar;
 pub use prometheus::PrometheusConfig;
+pub use remote::OnError;
 pub use tensorboard::TensorboardConfig;

@@ -315,18 +315,25 @@ impl Coordinator {
     ) -> (Option<(Attempt, Vec<u64>)>, Option<Stop>) {
         let (changes, may_go_on) = self.changes(attempt);
         // What follows is said in ranks of this attempt, so all agents must have begun it.
-        let here = attempt.nodes.iter().filter(|node| !changes.gone.contains_key(&node.agent));
-        let told = here
-            .map(|node| read::<GoingOn>(&*self.store, &keys::going_on(attempt.number, node.agent)));
-        let told = told.collect::<Option<Vec<_>>>().and_then(|told| told.into_iter().next());
-        let Some(going_on) = told else { return (None, None) };
+        let mut all_told = Vec::new();
+        for node in &attempt.nodes {
+            let key = keys::going_on(attempt.number, node.agent);
+            match read::<GoingOn>(&*self.store, &key) {
+                Some(told) => all_told.push(told),
+                None if changes.gone.contains_key(&node.agent) => {}
+                None => return (None, None),
+            }
+        }
+        // The agent of rank 0 alone knows of its work.
+        let known = all_told.iter().find(|told| told.work.is_some()).or(all_told.first());
+        let Some(going_on) = known.cloned() else { return (None, None) };
         if !changes.is_loss() && (changes.come.is_empty() || !may_go_on) {
             return (None, None);
         }
         let allowed = self.options.nodes;
         let next = match may_go_on {
             true => generation::next(attempt, &changes, restarts, &going_on, allowed),
-            false => Err(Refusal::NobodyLeft),
+            false => Err(Refusal::Over),
         };
         let why = match next {
             Ok(next) => {
@@ -340,7 +347,7 @@ impl Coordinator {
             // The loss of a node, which is not a rank's end, is noticed below.
             Err(_) if changes.lost.is_empty() => return (None, None),
             Err(Refusal::TooFew(why)) => format!(", and the job cannot go on: {why}"),
-            Err(Refusal::Unchanged | Refusal::NobodyLeft) => String::new(),
+            Err(Refusal::Unchanged | Refusal::Over) => String::new(),
         };
         let cause = changes.cause(attempt);
         (None, Some(Stop { message: format!("{cause}{why}"), rank: Some(cause.rank()) }))

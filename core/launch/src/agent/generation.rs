@@ -22,8 +22,8 @@ pub(super) struct Changes {
 pub(super) enum Refusal {
     /// Nothing would change.
     Unchanged,
-    /// All processes of the attempt are lost.
-    NobodyLeft,
+    /// The job ends.
+    Over,
     /// Too few ranks or nodes are left; the message says so.
     TooFew(String),
 }
@@ -59,9 +59,6 @@ pub(super) fn next(
     }
     let left = nodes.iter().flat_map(|(_, _, places)| places);
     let left = left.filter(|(before, _)| before.is_some()).count();
-    if left == 0 {
-        return Err(Refusal::NobodyLeft);
-    }
     nodes.retain(|(_, _, places)| !places.is_empty());
     for (agent, member) in &changes.come {
         if nodes.len() < allowed.most {
@@ -169,7 +166,7 @@ mod tests {
     fn going_on(max_restarts: u64, multiple: usize) -> GoingOn {
         let fits = (0..=64).map(|ranks: usize| ranks > 0 && ranks.is_multiple_of(multiple));
         let join_timeout = Duration::from_secs(1);
-        GoingOn { min_ranks: 1, max_restarts, join_timeout, fits: fits.collect() }
+        GoingOn { min_ranks: 1, max_restarts, join_timeout, fits: fits.collect(), work: None }
     }
 
     fn member(devices: usize) -> Member {
@@ -224,7 +221,10 @@ mod tests {
         let cause = next(&come).unwrap().0.generation.unwrap().cause;
         assert_eq!((cause.rank(), cause.to_string()), (4, "new joins the job".to_owned()));
         let all = Changes { gone: gone(&[0, 1]), come: vec![(7, member(3))], ..swap };
-        assert_eq!(next(&all), Err(Refusal::NobodyLeft));
+        // All processes of the generation before are lost.
+        assert_eq!(members(next(&all)), [None, None, None]);
+        let none = Changes { come: Vec::new(), ..all };
+        assert!(matches!(next(&none), Err(Refusal::TooFew(_))));
         assert_eq!(next(&Changes::default()), Err(Refusal::Unchanged));
     }
 
@@ -270,7 +270,7 @@ mod tests {
                 prop_assert!(members.len().is_multiple_of(multiple));
                 prop_assert!(next.nodes.len() <= UP_TO_FOUR.most);
                 let kept: Vec<usize> = members.iter().copied().flatten().collect();
-                prop_assert!(!kept.is_empty() && kept.is_sorted_by(|a, b| a < b));
+                prop_assert!(kept.is_sorted_by(|a, b| a < b));
                 for node in &next.nodes {
                     prop_assert!(!changes.gone.contains_key(&node.agent));
                     let before = attempt.nodes.iter().find(|before| before.agent == node.agent);

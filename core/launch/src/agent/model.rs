@@ -63,7 +63,7 @@ const ALLOWED: Nodes = Nodes { least: 1, most: 2 };
 
 fn going_on() -> GoingOn {
     let join_timeout = Duration::from_secs(1);
-    GoingOn { min_ranks: 1, max_restarts: 1, join_timeout, fits: vec![true; 9] }
+    GoingOn { min_ranks: 1, max_restarts: 1, join_timeout, fits: vec![true; 9], work: None }
 }
 
 fn member(devices: usize) -> Member {
@@ -247,7 +247,7 @@ impl World {
                 self.told.clear();
             }
             Err(Refusal::Unchanged) => {}
-            Err(Refusal::NobodyLeft | Refusal::TooFew(_)) => self.failed = true,
+            Err(Refusal::Over | Refusal::TooFew(_)) => self.failed = true,
         }
     }
 

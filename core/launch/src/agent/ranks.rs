@@ -386,6 +386,7 @@ impl Start<'_> {
             store: attempt.store.clone(),
             port,
             keep_alive: options.keep_alive,
+            work: generation.and_then(|generation| generation.going_on.work.clone()),
         }
     }
 

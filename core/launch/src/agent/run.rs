@@ -264,8 +264,9 @@ impl Agent<'_> {
                 self.board.tell_failing(attempt.number, self.agent, failed.clone());
             }
             if let Some(going_on) = ranks.going_on().cloned() {
-                if told_going_on != Some(attempt.number) {
-                    told_going_on = Some(attempt.number);
+                let telling = (attempt.number, going_on.work.is_some());
+                if told_going_on != Some(telling) {
+                    told_going_on = Some(telling);
                     self.board.tell_going_on(attempt.number, self.agent, going_on);
                 }
                 let losses = ranks.losses();

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use super::plan::{Generation, Stop};
 use super::ranks::Start;
 use crate::elastic::Invitation;
-use crate::link::{GOING_ON_KEY, GoingOn};
+use crate::link::{GOING_ON_KEY, GoingOn, WORK_KEY};
 use crate::{Error, Result};
 use fulgurite_store::{JobKey, LostRankPolicy, StoreServer};
 
@@ -37,9 +37,14 @@ impl Stores {
 
     /// How the job goes on, once a rank has told it.
     pub(super) fn going_on(&mut self) -> Option<&GoingOn> {
+        let told = |key| self.own.as_ref().and_then(|own| own.value(key));
         if self.going_on.is_none() {
-            let told = self.own.as_ref().and_then(|own| own.value(GOING_ON_KEY));
-            self.going_on = told.and_then(|told| serde_json::from_slice(&told).ok());
+            self.going_on = told(GOING_ON_KEY).and_then(|told| serde_json::from_slice(&told).ok());
+        }
+        if let Some(work) = told(WORK_KEY)
+            && let Some(going_on) = &mut self.going_on
+        {
+            going_on.work = String::from_utf8(work).ok();
         }
         self.going_on.as_ref()
     }

@@ -5,12 +5,18 @@ use std::time::Duration;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
-use fulgurite_error::{Error, Result, quoted};
+use fulgurite_error::Result;
 use serde_json::{Value, json};
 use ureq::Agent;
 
-/// Maximum number of characters shown of a server's answer.
-const MAX_SAID: usize = 300;
+use crate::remote::{AddressKey, Answer, Failure, agent};
+
+const ADDRESS: AddressKey = AddressKey {
+    of: "mlflow's",
+    key: "tracking_uri",
+    example: "http://127.0.0.1:5000",
+    credentials: "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+};
 
 /// A connection to a server.
 pub(super) struct Client {
@@ -55,64 +61,10 @@ impl Credentials {
     }
 }
 
-/// The reason why a call failed.
-#[derive(Debug)]
-pub(super) struct Failure {
-    message: String,
-    /// The server's error code, such as `RESOURCE_DOES_NOT_EXIST`; `None` if it did not answer.
-    code: Option<String>,
-    /// Whether a retry may succeed.
-    pub(super) transient: bool,
-}
-
-impl fmt::Display for Failure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message)
-    }
-}
-
-impl From<Failure> for Error {
-    fn from(failure: Failure) -> Self {
-        Self::other(failure.message)
-    }
-}
-
 impl Client {
     /// Creates a client for the server at this address. Sends nothing yet.
     pub(super) fn new(uri: &str, credentials: &Credentials, timeout: Duration) -> Result<Self> {
-        let authority = uri.split_once("://").map_or(uri, |(_, rest)| rest).split('/').next();
-        if authority.is_some_and(|authority| authority.contains('@')) {
-            return Err(Error::Config(
-                "`trainer.loggers`: mlflow's `tracking_uri` has a user or a password, which would be saved with the \
-                 run; leave them out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
-                    .to_owned(),
-            ));
-        }
-        let wrong = |what: &str| {
-            Err(Error::Config(format!(
-                "`trainer.loggers`: mlflow's `tracking_uri` {uri:?}: {what}"
-            )))
-        };
-        match uri.split_once("://") {
-            Some(("http", host)) if !host.is_empty() => {}
-            Some(("https", _)) if cfg!(feature = "https") => {}
-            Some(("https", _)) => {
-                return wrong(
-                    "this program was built without HTTPS; build it with the feature `https` of \
-                     `fulgurite`",
-                );
-            }
-            _ => return wrong("expected the address of a server, such as http://127.0.0.1:5000"),
-        }
-        let config = Agent::config_builder()
-            .timeout_global(Some(timeout))
-            .http_status_as_error(false)
-            // A redirect's answer is not the server's, and other servers must not get the
-            // credentials.
-            .max_redirects(0)
-            .max_redirects_will_error(false)
-            .user_agent("fulgurite");
-        let agent = config.build().into();
+        let agent = agent(uri, ADDRESS, timeout)?;
         Ok(Self {
             agent,
             base: uri.trim_end_matches('/').to_owned(),
@@ -150,27 +102,22 @@ impl Client {
                 request.send(body.to_string())
             }
         };
-        let mut answer = sent.map_err(|error| failed(&error))?;
-        let status = answer.status().as_u16();
-        let text = answer.body_mut().read_to_string().map_err(|error| failed(&error))?;
-        let value: Value = serde_json::from_str(&text).unwrap_or_default();
+        let answer = Answer::of(sent, failed)?;
+        let (status, text) = (answer.status, &answer.text);
+        let value: Value = serde_json::from_str(text).unwrap_or_default();
         if status == 200 && value.is_object() {
             return Ok(value);
         }
         let code = value["error_code"].as_str().map(str::to_owned);
-        let said = quoted(value["message"].as_str().unwrap_or(&text), MAX_SAID);
-        let said = match (status, answer.headers().get("location")) {
-            (200, _) => format!("this is not an answer of MLflow's interface: {said}"),
-            (300..400, Some(to)) => {
-                let to = quoted(&String::from_utf8_lossy(to.as_bytes()), MAX_SAID);
-                format!("it leads to {to}; `tracking_uri` must name the server itself")
-            }
+        let said = answer.said(value["message"].as_str(), ADDRESS.key);
+        let said = match status {
+            200 => format!("this is not an answer of MLflow's interface: {said}"),
             _ => said,
         };
         Err(Failure {
             message: format!("MLflow at {}: {path}: status {status}: {said}", self.base),
             code,
-            transient: status >= 500 || status == 429,
+            transient: answer.is_transient(),
         })
     }
 

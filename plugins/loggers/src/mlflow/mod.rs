@@ -1,33 +1,18 @@
 //! The logger `mlflow`: a run on an MLflow server, over its REST interface.
-//!
-//! Training never waits for the server: [`queue`] holds the logged values, and a thread sends them
-//! in batches.
 
 mod client;
-mod queue;
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use fulgurite_error::{Error, Result};
 use fulgurite_trainer::trainer::{Logger, LoggerConfig, RunStatus};
 use serde::{Deserialize, Serialize};
+use serde_json::{Value as Json, json};
 use toml::{Table, Value};
 
 use self::client::{Client, Credentials};
-use self::queue::{Item, Queue};
-
-/// The reaction to a server that cannot be reached for a while.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum OnError {
-    /// A warning; the values that could not be sent are missing on the server.
-    #[default]
-    Warn,
-    /// The run ends.
-    Error,
-}
+use crate::remote::{Failure, OnError, Patience, Queue, Receiving, milliseconds, number};
 
 /// `trainer.loggers = [{ type = "mlflow", tracking_uri = "http://127.0.0.1:5000" }]`: metrics, and
 /// the configuration as parameters, on an MLflow server. The newest checkpoint is a tag. The
@@ -100,38 +85,87 @@ fulgurite_config::register_logger!(
     "{ type = \"mlflow\", tracking_uri = \"http://127.0.0.1:5000\", experiment_name = \"llama\" }"
 );
 
-/// Timeouts and retries for the server.
-#[derive(Debug, Clone, Copy)]
-struct Patience {
-    /// Timeout for the answer to one request.
-    request: Duration,
-    /// Pause between attempts; doubles after each attempt.
-    pause: Duration,
-    /// Attempts per request.
-    attempts: u32,
-    /// Timeout for sending the rest at the end of a run.
-    end: Duration,
-    /// Time at the end of a run during which failed calls are retried.
-    retry_at_end: Duration,
+/// MLflow's limits for one call.
+const MAX_METRICS: usize = 1000;
+const MAX_OTHERS: usize = 100;
+/// Maximum length of a parameter's value in MLflow.
+const MAX_VALUE: usize = 6000;
+
+/// A value to be logged.
+#[derive(Debug)]
+enum Item {
+    Metric { key: String, value: f64, timestamp: u64, step: u64 },
+    Param { key: String, value: String },
+    Tag { key: String, value: String },
 }
 
-impl Default for Patience {
-    fn default() -> Self {
-        Self {
-            request: Duration::from_secs(10),
-            pause: Duration::from_secs(1),
-            attempts: 4,
-            end: Duration::from_secs(30),
-            retry_at_end: Duration::from_secs(1),
+/// A run on a server.
+struct Run {
+    client: Client,
+    id: String,
+}
+
+/// The content of one call.
+#[derive(Default)]
+struct Batch {
+    metrics: Vec<Json>,
+    params: Vec<Json>,
+    tags: Vec<Json>,
+}
+
+impl Batch {
+    fn is_full(&self) -> bool {
+        self.metrics.len() + self.params.len() + self.tags.len() >= MAX_METRICS
+            || self.params.len() >= MAX_OTHERS
+            || self.tags.len() >= MAX_OTHERS
+    }
+
+    fn add(&mut self, item: &Item) {
+        match item {
+            Item::Metric { key, value, timestamp, step } => self.metrics.push(json!({
+                "key": key, "value": number(*value), "timestamp": timestamp, "step": step,
+            })),
+            Item::Param { key, value } => self.params.push(json!({ "key": key, "value": value })),
+            Item::Tag { key, value } => self.tags.push(json!({ "key": key, "value": value })),
         }
     }
 }
 
-/// Maximum length of a parameter's value in MLflow.
-const MAX_VALUE: usize = 6000;
+impl Receiving for Run {
+    type Item = Item;
+
+    const NAME: &'static str = "MLflow";
+    const MAX_ITEMS: usize = MAX_METRICS;
+
+    fn send(&self, items: &[Item]) -> Result<(), Failure> {
+        let mut items = items.iter().peekable();
+        while items.peek().is_some() {
+            let mut batch = Batch::default();
+            while !batch.is_full()
+                && let Some(item) = items.next()
+            {
+                batch.add(item);
+            }
+            self.client.log_batch(&json!({
+                "run_id": self.id,
+                "metrics": batch.metrics, "params": batch.params, "tags": batch.tags,
+            }))?;
+        }
+        Ok(())
+    }
+
+    fn end(&self, status: RunStatus, time: u64) -> Result<(), Failure> {
+        let status = match status {
+            RunStatus::Success => "FINISHED",
+            RunStatus::Interrupted => "KILLED",
+            RunStatus::Failed => "FAILED",
+        };
+        self.client.end_run(&self.id, status, time)
+    }
+}
 
 struct MlflowLogger {
-    queue: Queue,
+    queue: Queue<Run>,
     /// Whether the run existed before; its parameters cannot be changed.
     continues: bool,
 }
@@ -153,7 +187,7 @@ impl MlflowLogger {
                 client.create_run(&experiment, &name, milliseconds())?
             }
         };
-        let queue = Queue::start(client, run_id, config.on_error, patience)?;
+        let queue = Queue::start(Run { client, id: run_id }, config.on_error, patience)?;
         for (key, value) in &config.tags {
             queue.put(Item::Tag { key: key.clone(), value: value.clone() })?;
         }
@@ -193,18 +227,8 @@ impl Logger for MlflowLogger {
     }
 
     fn finalize(&mut self, status: RunStatus) -> Result<()> {
-        let status = match status {
-            RunStatus::Success => "FINISHED",
-            RunStatus::Interrupted => "KILLED",
-            RunStatus::Failed => "FAILED",
-        };
-        self.queue.finish(status, milliseconds())
+        self.queue.finish(status)
     }
-}
-
-/// Milliseconds since 1970.
-fn milliseconds() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64)
 }
 
 /// Replaces characters that MLflow does not allow in names, and shortens the name.

@@ -1,78 +1,23 @@
 //! Tests against a server in this process that answers as MLflow does.
 
-use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{TcpListener, TcpStream};
-use std::sync::mpsc::{Receiver, Sender, channel};
-
-use serde_json::{Value as Json, json};
+use std::net::TcpListener;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
 
 use super::*;
+use crate::test_server::{self, Answer, QUICK, Request};
 
-const QUICK: Patience = Patience {
-    request: Duration::from_secs(20),
-    pause: Duration::from_millis(1),
-    attempts: 3,
-    end: Duration::from_secs(20),
-    retry_at_end: Duration::from_secs(20),
-};
-
-/// A request: its path and body.
-type Request = (String, Json);
-
-/// Answers a request with status and body.
-type Answer = Box<dyn FnMut(&str, &Json) -> (u16, Json) + Send>;
+/// The path of MLflow's interface.
+const INTERFACE: &str = "/api/2.0/mlflow/";
 
 /// Starts a server; returns its address and the received requests.
 fn serve(mut answer: Answer) -> (String, Receiver<Request>) {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = format!("http://{}", listener.local_addr().unwrap());
-    let (sender, requests) = channel();
-    std::thread::spawn(move || {
-        for stream in listener.incoming() {
-            // Serves one connection at a time, until the client closes it.
-            let _ = converse(stream.unwrap(), &sender, &mut answer);
-        }
-    });
-    (address, requests)
+    test_server::serve(Box::new(move |path, body| answer(path.trim_start_matches(INTERFACE), body)))
 }
 
-fn converse(
-    mut stream: TcpStream,
-    requests: &Sender<Request>,
-    answer: &mut Answer,
-) -> std::io::Result<()> {
-    let mut reader = BufReader::new(stream.try_clone()?);
-    loop {
-        let mut line = String::new();
-        if reader.read_line(&mut line)? == 0 {
-            return Ok(());
-        }
-        let path = line.split_whitespace().nth(1).unwrap().replace("/api/2.0/mlflow/", "");
-        let mut length = 0;
-        loop {
-            let mut header = String::new();
-            reader.read_line(&mut header)?;
-            let header = header.trim().to_ascii_lowercase();
-            if header.is_empty() {
-                break;
-            }
-            if let Some(n) = header.strip_prefix("content-length:") {
-                length = n.trim().parse().unwrap();
-            }
-        }
-        let mut body = vec![0; length];
-        reader.read_exact(&mut body)?;
-        let body = serde_json::from_slice(&body).unwrap_or_default();
-        let (status, said) = answer(&path, &body);
-        let _ = requests.send((path, body));
-        let said = said.to_string();
-        let leads = if status / 100 == 3 { "Location: http://localhost/login\r\n" } else { "" };
-        write!(
-            stream,
-            "HTTP/1.1 {status} x\r\n{leads}Content-Type: application/json\r\nContent-Length: {}\r\n\r\n{said}",
-            said.len()
-        )?;
-    }
+/// The calls that a server has received, with their bodies.
+fn calls(requests: &Receiver<Request>) -> impl Iterator<Item = (String, Json)> {
+    requests.try_iter().map(|request| (request.path.replace(INTERFACE, ""), request.body))
 }
 
 /// The answers of a server on which the experiment does not exist yet.
@@ -112,7 +57,7 @@ fn a_run_is_made_filled_and_ended() {
     }
     logger.after_save_checkpoint(Path::new("logs/step-9"), 9).unwrap();
     logger.finalize(RunStatus::Interrupted).unwrap();
-    let mut requests = requests.try_iter();
+    let mut requests = calls(&requests);
     let (path, _) = requests.next().unwrap();
     assert_eq!(path, "experiments/get-by-name?experiment_name=my%20llama");
     assert_eq!(requests.next().unwrap().1, json!({ "name": "my llama" }));
@@ -164,7 +109,7 @@ fn transient_failures_are_retried() {
     let mut logger = start(&uri, OnError::Error).unwrap();
     logger.log_metrics(&metrics(&[("x", 1.0)]), 1).unwrap();
     logger.finalize(RunStatus::Success).unwrap();
-    let batches = requests.try_iter().filter(|(path, _)| path == "runs/log-batch").count();
+    let batches = calls(&requests).filter(|(path, _)| path == "runs/log-batch").count();
     assert!(batches >= 3, "two refused and one taken, at least");
 }
 
@@ -280,7 +225,7 @@ fn a_continued_run_keeps_its_parameters() {
     let mut logger = MlflowLogger::start(&config, Path::new("run"), QUICK).unwrap();
     logger.log_hyperparams(&toml::toml! { seed = 1 }).unwrap();
     logger.finalize(RunStatus::Success).unwrap();
-    let seen: Vec<(String, Json)> = requests.try_iter().collect();
+    let seen: Vec<(String, Json)> = calls(&requests).collect();
     assert_eq!(
         seen[0],
         ("runs/update".to_owned(), json!({ "run_id": "old", "status": "RUNNING" }))

@@ -13,7 +13,7 @@ use crate::trainer::session::{Session, SessionSetup};
 use crate::{Error, Result};
 use fulgurite_checkpoint::SaveRequest;
 use fulgurite_engine::mesh::{DATA_PARALLEL_REPLICATE, DeviceMesh};
-use fulgurite_launch::{job_memories, job_memory};
+use fulgurite_launch::{job_memories, job_memory, note_work, noted_work};
 
 /// What a rank keeps of a training when its generation ends.
 #[derive(Default)]
@@ -48,11 +48,12 @@ impl RunSoFar {
         Self { run_dir: run_dir.clone(), step_ranks: *step_ranks, begun_at: *begun_at }
     }
 
-    /// Notes the run in the host's memory. Called on rank 0.
+    /// Notes the run in the host's memory, and with the agents. Called on rank 0.
     pub(crate) fn note(&self) -> Result<()> {
+        let text = serde_json::to_string(self).map_err(Error::other)?;
+        note_work(&text)?;
         let Some(place) = job_memory(0) else { return Ok(()) };
         let path = place.join(RUN_FILE);
-        let text = serde_json::to_vec(self).map_err(Error::other)?;
         std::fs::write(&path, text).map_err(Error::io("noting the run", path))
     }
 
@@ -60,7 +61,8 @@ impl RunSoFar {
     pub(super) fn noted() -> Option<Self> {
         let mut texts =
             job_memories().into_iter().flat_map(|dir| std::fs::read(dir.join(RUN_FILE)));
-        texts.find_map(|text| serde_json::from_slice(&text).ok())
+        let of_host = texts.find_map(|text| serde_json::from_slice(&text).ok());
+        of_host.or_else(|| serde_json::from_str(&noted_work()?).ok())
     }
 }
 
