@@ -120,6 +120,8 @@ pub(crate) fn run(options: &HardwareBench) -> Result<()> {
         storage_bytes_per_s: None,
         price_per_device_hour: None,
         failures_per_device_hour: None,
+        restart_s: None,
+        going_on_s: None,
     };
     let text = toml::to_string(&hardware).map_err(Error::other)?;
     let text = format!(

@@ -118,11 +118,19 @@ fn times(text: &mut String, outlook: &Outlook) {
     }
     text.push('\n');
     if let (Some(interval), Some(goodput)) = (outlook.best_checkpoint_interval_s, outlook.goodput) {
-        let goodput = 100.0 * goodput;
         let _ = writeln!(
             text,
-            "  best saved every {}: {goodput:.1} % of the time counts",
-            secs(interval)
+            "  best saved every {}: {:.1} % of the time counts if failures restart the job",
+            secs(interval),
+            100.0 * goodput
+        );
+    }
+    if let Some(by_recovery) = outlook.goodput_by_recovery {
+        let _ = writeln!(
+            text,
+            "  with trainer.elastic {:.1} % from checkpoints, {:.1} % from replicas",
+            100.0 * by_recovery.going_on,
+            100.0 * by_recovery.with_replicas
         );
     }
     if let Some(days) = outlook.run_days {

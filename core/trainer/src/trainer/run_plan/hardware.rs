@@ -64,6 +64,13 @@ pub struct Hardware {
     /// Failures of a device in an hour, each of which ends the run.
     #[serde(default)]
     pub failures_per_device_hour: Option<f64>,
+    /// Seconds from a failure until a job that was started again loads its checkpoint: 300 by default.
+    #[serde(default)]
+    pub restart_s: Option<f64>,
+    /// Seconds from a failure until the ranks that are left load a state, with `trainer.elastic`: by
+    /// default 40, of which agents take 30 to notice that a host is lost.
+    #[serde(default)]
+    pub going_on_s: Option<f64>,
 }
 
 /// Operations a second, by dtype.
@@ -121,6 +128,10 @@ impl Hardware {
             ("half_speed_multiplications", hardware.half_speed_multiplications),
             ("within_hosts.latency_s", hardware.within_hosts.latency_s),
             ("between_hosts.latency_s", hardware.between_hosts.latency_s),
+            ("price_per_device_hour", hardware.price_per_device_hour.unwrap_or(0.0)),
+            ("failures_per_device_hour", hardware.failures_per_device_hour.unwrap_or(0.0)),
+            ("restart_s", hardware.restart_s.unwrap_or(0.0)),
+            ("going_on_s", hardware.going_on_s.unwrap_or(0.0)),
         ];
         match times.iter().find(|(_, v)| !(v.is_finite() && *v >= 0.0)) {
             Some((key, value)) => Err(wrong(&format!("`{key}` must be at least 0, found {value}"))),

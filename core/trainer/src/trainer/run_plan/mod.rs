@@ -10,6 +10,7 @@
 mod brief;
 mod classes;
 mod comparison;
+mod failures;
 mod hardware;
 mod outlook;
 mod plan;
@@ -18,6 +19,7 @@ mod timing;
 
 pub(crate) use brief::{check_time, open_data};
 pub use comparison::PlanComparison;
+pub use failures::Goodput;
 pub use hardware::{Flops, Hardware, Link};
 pub use outlook::Outlook;
 pub use plan::{MemoryPart, PlannedCollective, RankPlan, RunPlan};

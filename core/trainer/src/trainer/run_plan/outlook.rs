@@ -2,6 +2,7 @@
 
 use serde::Serialize;
 
+use super::failures::{Failures, Goodput};
 use super::hardware::Hardware;
 use super::timing::{Recorded, StepTime, step_times};
 
@@ -34,8 +35,11 @@ pub struct Outlook {
     pub checkpoint_s: Option<f64>,
     /// Seconds between checkpoints that lose least time, by Young and Daly.
     pub best_checkpoint_interval_s: Option<f64>,
-    /// The part of the time that makes progress, with checkpoints at this interval.
+    /// The part of the time that makes progress, with checkpoints at this interval, if the job starts
+    /// again after a failure.
     pub goodput: Option<f64>,
+    /// The same by what follows a failure.
+    pub goodput_by_recovery: Option<Goodput>,
     /// Days of the configured steps.
     pub run_days: Option<f64>,
     /// The price of the configured steps.
@@ -74,13 +78,18 @@ pub(super) fn outlook(
         (Some(cost), Some(rate)) if rate > 0.0 => Some((2.0 * cost / rate).sqrt()),
         _ => None,
     };
-    let goodput = match (best, checkpoint_s, failures_per_s) {
-        // Lost: a checkpoint in each interval, and half an interval at each failure.
-        (Some(interval), Some(cost), Some(rate)) => {
-            Some((1.0 - cost / interval - rate * interval / 2.0).max(0.0))
-        }
+    let by_recovery = match (best, checkpoint_s, failures_per_s) {
+        (Some(interval_s), Some(checkpoint_s), Some(per_s)) => Some(Goodput::of(&Failures {
+            per_s,
+            step_s,
+            checkpoint_s,
+            interval_s,
+            restart_s: hardware.restart_s.unwrap_or(300.0),
+            going_on_s: hardware.going_on_s.unwrap_or(40.0),
+        })),
         _ => None,
     };
+    let goodput = by_recovery.map(|by_recovery| by_recovery.restart);
     let run_s = facts.steps.map(|steps| steps as f64 * step_s / goodput.unwrap_or(1.0));
     Outlook {
         hardware: hardware.name.clone(),
@@ -96,6 +105,7 @@ pub(super) fn outlook(
         checkpoint_s,
         best_checkpoint_interval_s: best,
         goodput,
+        goodput_by_recovery: by_recovery,
         run_days: run_s.map(|secs| secs / 86_400.0),
         run_price: run_s
             .zip(hardware.price_per_device_hour)
@@ -146,10 +156,12 @@ mod tests {
         assert_eq!((out.step_s, out.items_per_s, out.fits), (2.0, 50.0, Some(true)));
         // 6e8 operations in 2 s on 4 devices of 1e9.
         assert!((out.mfu - 0.075).abs() < 1e-12);
-        // A checkpoint of 20 s and a failure in 1000 s: every 200 s, which costs 0.1 and 0.1.
+        // A checkpoint of 20 s and a failure in 1000 s: every 200 s. A failure costs 320 s, and the
+        // work since the last checkpoint.
         assert_eq!((out.checkpoint_s, out.best_checkpoint_interval_s), (Some(20.0), Some(200.0)));
-        assert!((out.goodput.unwrap() - 0.8).abs() < 1e-12);
-        let run_s = 900.0 * 2.0 / 0.8;
+        let goodput = 0.2 / (0.32_f64.exp() * 0.22_f64.exp_m1());
+        assert!((out.goodput.unwrap() - goodput).abs() < 1e-12);
+        let run_s = 900.0 * 2.0 / goodput;
         assert!((out.run_days.unwrap() * 86_400.0 - run_s).abs() < 1e-6);
         assert!((out.run_price.unwrap() - run_s / 3600.0 * 2.0 * 4.0).abs() < 1e-9);
     }
