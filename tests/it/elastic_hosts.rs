@@ -184,6 +184,21 @@ fn ranks_of_all_nodes_may_be_lost_at_once() {
 }
 
 #[test]
+fn a_rank_that_is_lost_too_often_stays_out() {
+    let scratch = Scratch::with_tokens();
+    // Long enough for its agent to be taken in again, which it must not.
+    let job = training(&scratch, "ddp")
+        .set(&["trainer.elastic.max_restarts=0", "trainer.max_steps=3000"]);
+    let running = Agents::new(job, "1:2", "1").start_two();
+    let process = rank_of(&running[1], 1);
+    running[0].reach(20);
+    kill_process(process, Signal::KILL).unwrap();
+    let runs = running.map(Running::wait);
+    assert_eq!(gone_on(&runs).len(), 1);
+    assert_eq!(runs[0].summary()["world_size"], 1);
+}
+
+#[test]
 fn a_lost_node_comes_back() {
     let scratch = Scratch::with_tokens();
     // Slow steps: a new process must start before the end.

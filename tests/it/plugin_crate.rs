@@ -145,7 +145,7 @@ fn without_the_link_the_error_says_how_to_link() {
         run.check_plugins().unwrap_err().to_string()
     };
     insta::assert_snapshot!(refusal(&["trainer.loggers=[]"]), @"unknown strategy `local_sgd`; available: auto, ddp, diloco, fsdp, fsdp2, fsdp_tp, hsdp, model_parallel, single_device, tp. If a plugin crate provides `local_sgd`, link it with `use that_crate as _;` in the program");
-    insta::assert_snapshot!(refusal(&["trainer.strategy=ddp"]), @"unknown logger `markdown`; available: csv, jsonl, mlflow, prometheus, tensorboard. If a plugin crate provides `markdown`, link it with `use that_crate as _;` in the program");
+    insta::assert_snapshot!(refusal(&["trainer.strategy=ddp"]), @"unknown logger `markdown`; available: csv, jsonl, mlflow, otlp, prometheus, tensorboard. If a plugin crate provides `markdown`, link it with `use that_crate as _;` in the program");
 }
 
 #[test]

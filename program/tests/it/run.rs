@@ -276,7 +276,7 @@ fn returning_node_rejoins_at_next_restart() {
     // The agent has joined once it reports that it waits.
     let mut said = String::new();
     BufReader::new(second.stderr.as_mut().unwrap()).read_line(&mut said).unwrap();
-    assert_snapshot!(said.trim_end(), @"the job runs on other nodes; this one is taken in when it starts again");
+    assert_snapshot!(said.trim_end(), @"the job runs on other nodes; this one waits until it is taken in");
     fs::write(directory.path().join("go"), "").unwrap();
     let outputs = wait(vec![first, second]);
     assert!(outputs.iter().all(|output| output.status.success()), "{}", stderr(&outputs[0]));
@@ -453,7 +453,7 @@ fn node_rank_belongs_to_one_live_agent() {
     until("both ranks", || ["0.0", "1.0"].iter().all(|name| directory.path().join(name).exists()));
     let twin = wait(vec![start("1")]);
     assert_snapshot!(stderr(&twin[0]), @"
-    the job runs on other nodes; this one is taken in when it starts again
+    the job runs on other nodes; this one waits until it is taken in
     error: launch: this agent was told --node-rank 1, which another one on HOST has
     ");
     // Like a host that restarts long before it is considered lost.

@@ -22,6 +22,8 @@ enum Strike {
     Node(usize),
     /// An agent takes the place of the killed one.
     Return,
+    /// The last strike: this node's agent is asked to end the job.
+    Interrupt(usize),
 }
 
 /// Strikes a job at random, one to three times. It goes on to its end, with the losses of an
@@ -67,10 +69,18 @@ fn strike_at_random(scratch: &Scratch, trial: &mut Trial, generations: &mut usiz
     let mut running: Vec<Option<Running>> =
         (0..nodes).map(|node| Some(agents.start(&node.to_string()))).collect();
     let (mut struck, mut killed, mut lost_node) = (Vec::new(), Vec::new(), None);
-    for _ in 0..rng.usize(1..4) {
-        let wait = Duration::from_millis(rng.u64(10..1500));
+    let strikes = rng.usize(1..4);
+    let interrupts = rng.u32(..4) == 0;
+    for at in 0..strikes + usize::from(interrupts) {
+        // During the change that the strike before has caused.
+        let wait =
+            Duration::from_millis(if at == strikes { rng.u64(..400) } else { rng.u64(10..1500) });
         std::thread::sleep(wait);
         let strike = match (rng.usize(..4), lost_node) {
+            _ if at == strikes => {
+                let left: Vec<usize> = (0..nodes).filter(|node| running[*node].is_some()).collect();
+                Strike::Interrupt(left[rng.usize(..left.len())])
+            }
             (0, None) => Strike::Node(rng.usize(first_mortal..nodes)),
             (0 | 1, Some(_)) => Strike::Return,
             (2, _) => Strike::Rank(rng.usize(..world_size), Signal::STOP),
@@ -90,6 +100,9 @@ fn strike_at_random(scratch: &Scratch, trial: &mut Trial, generations: &mut usiz
                 killed.push(agent.wait());
                 lost_node = Some(node);
             }
+            Strike::Interrupt(node) => {
+                running[node].as_ref().expect("it was chosen").signal(Signal::TERM);
+            }
             Strike::Return => {
                 let node = lost_node.take().expect("a node is lost");
                 running[node] = Some(agents.start(&node.to_string()));
@@ -106,9 +119,16 @@ fn strike_at_random(scratch: &Scratch, trial: &mut Trial, generations: &mut usiz
     };
     assert_nothing_is_left(&mark);
     let code = coordinator.as_ref().unwrap_or(&runs[0]).code();
+    let all = || runs.iter().chain(&killed);
+    if interrupts && code != Some(0) {
+        // In an instant of the change the end of the job is a failure.
+        assert!([Some(143), Some(1)].contains(&code), "{}", text());
+        assert!(all().all(|run| !run.stderr.contains("panicked")), "{}", text());
+        eprintln!("{strategy} on {nodes} x {devices}: {struck:?}, ended with {code:?}");
+        return;
+    }
     if code != Some(0) {
         // A rank that is lost after another has left ends the job.
-        let all = || runs.iter().chain(&killed);
         let ended = all().any(|run| run.stdout.contains("\"summary\""))
             && all().all(|run| !run.stderr.contains("panicked"));
         assert!(ended, "{}", text());

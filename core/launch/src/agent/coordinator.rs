@@ -24,6 +24,8 @@ const ENDING: Duration = Duration::from_secs(30);
 /// heartbeats.
 const YIELDS: Duration = Duration::from_secs(5);
 
+/// Number of the last generations whose stores stay open.
+const KEPT_STORES: usize = 16;
 /// How long a new agent must be there before an elastic job takes it in.
 const SETTLED: Duration = Duration::from_secs(1);
 /// How often a host may be lost in an elastic job that still takes it in again.
@@ -37,6 +39,8 @@ struct Known {
     beat: u64,
     heard: Instant,
     refused: bool,
+    /// Whether an elastic job goes on without its ranks, which were lost too often.
+    left_out: bool,
 }
 
 /// An agent whose node rank is held by another agent, which may be gone.
@@ -115,14 +119,14 @@ impl Coordinator {
     /// one, and its end.
     fn watch_generations(&mut self, mut attempt: Attempt) -> Result<(u64, End)> {
         let mut restarts = vec![0; attempt.world_size()];
-        // Ranks of the generation before may not have read yet that it is over.
+        // A process that starts slowly may still look for the store of an earlier generation.
         let mut stores = VecDeque::new();
         loop {
             let key = AgentLink::job_key_of(&self.secret, &attempt.id, attempt.number);
             let store = stores::bind(self.address, key, attempt.world_size())?;
             attempt.store = (self.address.to_string(), store.address().port());
             stores.push_back(store);
-            stores.drain(..stores.len().saturating_sub(2));
+            stores.drain(..stores.len().saturating_sub(KEPT_STORES));
             write(&*self.store, keys::ATTEMPT, &attempt)?;
             match self.watch(&attempt, &restarts)? {
                 Watched::End(end) => return Ok((attempt.number, end)),
@@ -190,8 +194,10 @@ impl Coordinator {
         }
         self.contenders.remove(&agent);
         let now = Instant::now();
-        self.agents
-            .insert(agent, Known { member, since: now, beat: 0, heard: now, refused: false });
+        self.agents.insert(
+            agent,
+            Known { member, since: now, beat: 0, heard: now, refused: false, left_out: false },
+        );
         refusal.map_or(Ok(()), |why| self.refuse(agent, &why))
     }
 
@@ -288,6 +294,7 @@ impl Coordinator {
             attempt.place(*agent).is_none()
                 && self.lives(known)
                 && known.member.devices > 0
+                && !known.left_out
                 && known.since.elapsed() >= SETTLED
                 && self.lost_hosts.get(&known.member.host).copied().unwrap_or(0) <= MAX_HOST_LOSSES
         };
@@ -313,20 +320,20 @@ impl Coordinator {
         attempt: &Attempt,
         restarts: &[u64],
     ) -> (Option<(Attempt, Vec<u64>)>, Option<Stop>) {
-        let (changes, may_go_on) = self.changes(attempt);
         // What follows is said in ranks of this attempt, so all agents must have begun it.
         let mut all_told = Vec::new();
         for node in &attempt.nodes {
             let key = keys::going_on(attempt.number, node.agent);
             match read::<GoingOn>(&*self.store, &key) {
                 Some(told) => all_told.push(told),
-                None if changes.gone.contains_key(&node.agent) => {}
+                None if self.silent_for(node.agent).is_some() => {}
                 None => return (None, None),
             }
         }
         // The agent of rank 0 alone knows of its work.
         let known = all_told.iter().find(|told| told.work.is_some()).or(all_told.first());
         let Some(going_on) = known.cloned() else { return (None, None) };
+        let (changes, may_go_on) = self.changes(attempt);
         if !changes.is_loss() && (changes.come.is_empty() || !may_go_on) {
             return (None, None);
         }
@@ -337,11 +344,7 @@ impl Coordinator {
         };
         let why = match next {
             Ok(next) => {
-                for agent in changes.gone.keys() {
-                    if let Some(known) = self.agents.get(agent) {
-                        *self.lost_hosts.entry(known.member.host.clone()).or_default() += 1;
-                    }
-                }
+                self.note_lost_nodes(attempt, &changes, &next.0);
                 return (Some(next), None);
             }
             // The loss of a node, which is not a rank's end, is noticed below.
@@ -351,6 +354,20 @@ impl Coordinator {
         };
         let cause = changes.cause(attempt);
         (None, Some(Stop { message: format!("{cause}{why}"), rank: Some(cause.rank()) }))
+    }
+
+    /// Notes hosts that are lost, and agents whose ranks were all lost too often: these are not taken
+    /// in again.
+    fn note_lost_nodes(&mut self, before: &Attempt, changes: &Changes, next: &Attempt) {
+        for node in before.nodes.iter().filter(|node| next.place(node.agent).is_none()) {
+            let Some(known) = self.agents.get_mut(&node.agent) else { continue };
+            let mut ranks = node.first_rank..node.first_rank + node.devices;
+            if changes.gone.contains_key(&node.agent) {
+                *self.lost_hosts.entry(known.member.host.clone()).or_default() += 1;
+            } else if ranks.all(|rank| changes.lost.contains_key(&rank)) {
+                known.left_out = true;
+            }
+        }
     }
 
     /// Waits until the ranks of an attempt have ended on all nodes, or an elastic job goes on without

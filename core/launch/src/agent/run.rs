@@ -182,7 +182,7 @@ impl Agent<'_> {
                         None => {
                             told_to_wait = true;
                             print_message(
-                                "the job runs on other nodes; this one is taken in when it starts again",
+                                "the job runs on other nodes; this one waits until it is taken in",
                             );
                         }
                     }
@@ -296,6 +296,10 @@ impl Agent<'_> {
                 }
                 attempt = next.clone();
                 told_losses = Losses::default();
+                // The signal may have come after the decision to go on.
+                if let Some(signal) = ranks.interrupted() {
+                    self.board.tell_interrupt(attempt.number, signal);
+                }
             } else {
                 let current = seen.attempt.as_ref().is_some_and(|now| now.number == attempt.number);
                 if let (Some(signal), true) = (seen.interrupt, current) {
