@@ -110,6 +110,7 @@ fn strike_at_random(scratch: &Scratch, trial: &mut Trial, generations: &mut usiz
         }
         struck.push((wait, strike));
     }
+    eprintln!("{strategy} on {nodes} x {devices}, {replicas}: {struck:?}");
     let runs: Vec<_> = running.into_iter().flatten().map(Running::wait).collect();
     let coordinator = coordinator.map(Running::wait);
     let text = || {

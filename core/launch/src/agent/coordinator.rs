@@ -20,6 +20,8 @@ use fulgurite_store::{JobKey, Store};
 const POLL: Duration = Duration::from_millis(100);
 /// Time that agents have to report the end of their ranks, beyond the ranks' own time to end.
 const ENDING: Duration = Duration::from_secs(30);
+/// Time that ranks have to end after others that were asked to end. Loggers may take 30 s.
+const INTERRUPTED: Duration = Duration::from_secs(40);
 /// Time without a heartbeat after which an agent loses its node rank to a newly joined one: several
 /// heartbeats.
 const YIELDS: Duration = Duration::from_secs(5);
@@ -375,7 +377,7 @@ impl Coordinator {
     fn watch(&mut self, attempt: &Attempt, restarts: &[u64]) -> Result<Watched> {
         let mut verdict = None::<End>;
         let mut failed_rank = None;
-        let mut stopped_at = None::<Instant>;
+        let (mut stopped_at, mut interrupted_at) = (None::<Instant>, None::<Instant>);
         loop {
             self.look()?;
             if verdict.is_none() {
@@ -424,6 +426,16 @@ impl Coordinator {
             }
             // Does not wait for a live agent that does not report the end of its ranks.
             let overdue = stopped_at.is_some_and(|at| at.elapsed() > ENDING);
+            // A rank that is frozen does not hear of the interruption.
+            if interrupted.is_some() && verdict.is_none() && running > 0 {
+                let since = *interrupted_at.get_or_insert_with(Instant::now);
+                if since.elapsed() > INTERRUPTED {
+                    let message = format!(
+                        "ranks have not ended within {INTERRUPTED:?} of others, which were asked to end"
+                    );
+                    verdict = Some(End::Failed { message, code: 1 });
+                }
+            }
             if running == 0 || overdue {
                 if verdict.is_none() && interrupted.is_none() && all_well {
                     return Ok(Watched::End(End::Well));
