@@ -83,7 +83,8 @@ fn strike_at_random(scratch: &Scratch, trial: &mut Trial, generations: &mut usiz
             }
             (0, None) => Strike::Node(rng.usize(first_mortal..nodes)),
             (0 | 1, Some(_)) => Strike::Return,
-            (2, _) => Strike::Rank(rng.usize(..world_size), Signal::STOP),
+            // A frozen rank hears of no interruption.
+            (2, _) if !interrupts => Strike::Rank(rng.usize(..world_size), Signal::STOP),
             _ => Strike::Rank(rng.usize(..world_size), Signal::KILL),
         };
         match strike {

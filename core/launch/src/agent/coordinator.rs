@@ -20,14 +20,12 @@ use fulgurite_store::{JobKey, Store};
 const POLL: Duration = Duration::from_millis(100);
 /// Time that agents have to report the end of their ranks, beyond the ranks' own time to end.
 const ENDING: Duration = Duration::from_secs(30);
-/// Time that ranks have to end after others that were asked to end. Loggers may take 30 s.
-const INTERRUPTED: Duration = Duration::from_secs(40);
 /// Time without a heartbeat after which an agent loses its node rank to a newly joined one: several
 /// heartbeats.
 const YIELDS: Duration = Duration::from_secs(5);
 
 /// Number of the last generations whose stores stay open.
-const KEPT_STORES: usize = 16;
+const KEPT_STORES: usize = 3;
 /// How long a new agent must be there before an elastic job takes it in.
 const SETTLED: Duration = Duration::from_secs(1);
 /// How often a host may be lost in an elastic job that still takes it in again.
@@ -41,7 +39,7 @@ struct Known {
     beat: u64,
     heard: Instant,
     refused: bool,
-    /// Whether an elastic job goes on without its ranks, which were lost too often.
+    /// Whether an elastic job goes on without its ranks, of which one was lost too often.
     left_out: bool,
 }
 
@@ -232,7 +230,11 @@ impl Coordinator {
     /// The agent with the same node rank that is alive, as far as is known.
     fn rival(&self, member: &Member) -> Option<u64> {
         let node_rank = member.node_rank?;
-        let has_it = |known: &Known| known.member.node_rank == Some(node_rank) && self.lives(known);
+        let has_it = |known: &Known| {
+            known.member.devices > 0
+                && known.member.node_rank == Some(node_rank)
+                && self.lives(known)
+        };
         self.agents.iter().find(|(_, known)| has_it(known)).map(|(agent, _)| *agent)
     }
 
@@ -305,6 +307,15 @@ impl Coordinator {
         (changes, may_go_on)
     }
 
+    /// Whether a rank has ended well that was to go on in this generation.
+    fn is_done(&self, attempt: &Attempt) -> bool {
+        attempt.generation.is_some()
+            && attempt.nodes.iter().any(|node| {
+                let losses = keys::losses(attempt.number, node.agent);
+                read::<Losses>(&*self.store, &losses).is_some_and(|losses| losses.done)
+            })
+    }
+
     /// Returns the time after which an agent counts as lost, if it is.
     fn silent_for(&self, agent: u64) -> Option<Duration> {
         let known = self.agents.get(&agent);
@@ -346,7 +357,10 @@ impl Coordinator {
         };
         let why = match next {
             Ok(next) => {
-                self.note_lost_nodes(attempt, &changes, &next.0);
+                let is_out = |rank: usize| {
+                    changes.lost.contains_key(&rank) && restarts[rank] >= going_on.max_restarts
+                };
+                self.note_lost_nodes(attempt, &changes, &next.0, &is_out);
                 return (Some(next), None);
             }
             // The loss of a node, which is not a rank's end, is noticed below.
@@ -355,18 +369,25 @@ impl Coordinator {
             Err(Refusal::Unchanged | Refusal::Over) => String::new(),
         };
         let cause = changes.cause(attempt);
-        (None, Some(Stop { message: format!("{cause}{why}"), rank: Some(cause.rank()) }))
+        let (message, rank) = (format!("{cause}{why}"), Some(cause.rank()));
+        (None, Some(Stop { message, rank, is_done: false }))
     }
 
-    /// Notes hosts that are lost, and agents whose ranks were all lost too often: these are not taken
-    /// in again.
-    fn note_lost_nodes(&mut self, before: &Attempt, changes: &Changes, next: &Attempt) {
+    /// Notes hosts that are lost, and agents that are left out with a rank that was lost too often
+    /// (`is_out`): these are not taken in again.
+    fn note_lost_nodes(
+        &mut self,
+        before: &Attempt,
+        changes: &Changes,
+        next: &Attempt,
+        is_out: &dyn Fn(usize) -> bool,
+    ) {
         for node in before.nodes.iter().filter(|node| next.place(node.agent).is_none()) {
             let Some(known) = self.agents.get_mut(&node.agent) else { continue };
             let mut ranks = node.first_rank..node.first_rank + node.devices;
             if changes.gone.contains_key(&node.agent) {
                 *self.lost_hosts.entry(known.member.host.clone()).or_default() += 1;
-            } else if ranks.all(|rank| changes.lost.contains_key(&rank)) {
+            } else if ranks.any(is_out) {
                 known.left_out = true;
             }
         }
@@ -377,7 +398,7 @@ impl Coordinator {
     fn watch(&mut self, attempt: &Attempt, restarts: &[u64]) -> Result<Watched> {
         let mut verdict = None::<End>;
         let mut failed_rank = None;
-        let (mut stopped_at, mut interrupted_at) = (None::<Instant>, None::<Instant>);
+        let (mut stopped_at, mut is_done) = (None::<Instant>, false);
         loop {
             self.look()?;
             if verdict.is_none() {
@@ -385,7 +406,7 @@ impl Coordinator {
                 if let Some((next, restarts)) = next {
                     return Ok(Watched::GoesOn(Box::new(next), restarts));
                 }
-                if let Some(Stop { message, rank }) = stop {
+                if let Some(Stop { message, rank, .. }) = stop {
                     failed_rank = rank;
                     verdict = Some(End::Failed { message, code: 1 });
                 }
@@ -396,12 +417,14 @@ impl Coordinator {
                 if verdict.is_none()
                     && let Some((message, code)) = read(&*self.store, &failing)
                 {
+                    failed_rank = Some(node.first_rank);
                     verdict = Some(End::Failed { message, code });
                 }
                 let end: Option<End> = read(&*self.store, &keys::end(attempt.number, node.agent));
                 let silent = self.silent_for(node.agent);
                 match (end, &verdict) {
                     (Some(End::Failed { message, code }), None) => {
+                        failed_rank = Some(node.first_rank);
                         verdict = Some(End::Failed { message, code });
                     }
                     (Some(End::Interrupted(signal)), _) => interrupted = Some(signal),
@@ -413,6 +436,7 @@ impl Coordinator {
                              or its agent was killed",
                             node.host
                         );
+                        failed_rank = Some(node.first_rank);
                         verdict = Some(End::Failed { message, code: 1 });
                     }
                     (None, Some(_)) if silent.is_some() => {}
@@ -420,24 +444,23 @@ impl Coordinator {
                 }
             }
             if let (Some(End::Failed { message, .. }), None) = (&verdict, stopped_at) {
-                let stop = Stop { message: message.clone(), rank: failed_rank };
+                let stop = Stop { message: message.clone(), rank: failed_rank, is_done: false };
+                write(&*self.store, &keys::stop(attempt.number), &stop)?;
+                stopped_at = Some(Instant::now());
+            }
+            // Some ranks had reached the end of the training when the others were invited.
+            if verdict.is_none() && !is_done && self.is_done(attempt) {
+                is_done = true;
+                let rank = Some(attempt.world_size());
+                let message = "the training has ended without the last generation".to_owned();
+                let stop = Stop { message, rank, is_done };
                 write(&*self.store, &keys::stop(attempt.number), &stop)?;
                 stopped_at = Some(Instant::now());
             }
             // Does not wait for a live agent that does not report the end of its ranks.
             let overdue = stopped_at.is_some_and(|at| at.elapsed() > ENDING);
-            // A rank that is frozen does not hear of the interruption.
-            if interrupted.is_some() && verdict.is_none() && running > 0 {
-                let since = *interrupted_at.get_or_insert_with(Instant::now);
-                if since.elapsed() > INTERRUPTED {
-                    let message = format!(
-                        "ranks have not ended within {INTERRUPTED:?} of others, which were asked to end"
-                    );
-                    verdict = Some(End::Failed { message, code: 1 });
-                }
-            }
             if running == 0 || overdue {
-                if verdict.is_none() && interrupted.is_none() && all_well {
+                if verdict.is_none() && interrupted.is_none() && (all_well || is_done) {
                     return Ok(Watched::End(End::Well));
                 }
                 // An interruption takes precedence over the ranks' end.

@@ -159,6 +159,8 @@ pub(super) struct Losses {
     pub(super) lost: Vec<(usize, String)>,
     /// Whether a rank has left, or has ended by itself: it is done with the training.
     pub(super) ends: bool,
+    /// Whether a rank has ended well without having come to this generation.
+    pub(super) done: bool,
 }
 
 /// Why the ranks of an attempt end.
@@ -167,6 +169,8 @@ pub(super) struct Stop {
     pub(super) message: String,
     /// The rank that has failed, if it is known.
     pub(super) rank: Option<usize>,
+    /// Whether the training has ended well.
+    pub(super) is_done: bool,
 }
 
 /// The end of a node's ranks.

@@ -94,7 +94,13 @@ impl Ranks {
         let mut ranks = Self {
             ranks: Vec::new(),
             stores,
-            joining: None,
+            // Running ranks wait for a node that is taken in.
+            joining: start
+                .attempt
+                .generation
+                .as_ref()
+                .map(|it| it.going_on.join_timeout)
+                .map(Patience::new),
             orphans: orphans.clone(),
             node: start.attempt.node_name(start.place),
             failed: None,
@@ -137,7 +143,7 @@ impl Ranks {
                 }
             }
         }
-        for mut left_out in before {
+        for mut left_out in before.into_iter().filter(|rank| rank.end.is_none()) {
             signal_group(&left_out, Signal::KILL);
             let _ = left_out.process.wait();
         }
@@ -156,16 +162,18 @@ impl Ranks {
 
     /// What this agent says of lost ranks.
     pub(super) fn losses(&self) -> Losses {
-        let mut ends = false;
+        let (mut ends, mut done) = (false, false);
         for (local_rank, rank) in self.ranks.iter().enumerate() {
             let by_itself = match rank.end {
                 Some(end) => end.signal().is_none(),
                 None => rank_process::has_exited(&rank.process),
             };
             ends |= by_itself || self.stores.has_left(local_rank);
+            let is_well = rank.end.is_some_and(|end| end.code() == Some(0));
+            done |= is_well && !self.stores.has_joined(local_rank);
         }
         let lost = self.ranks.iter().filter_map(|rank| Some((rank.rank, rank.lost.clone()?)));
-        Losses { lost: lost.collect(), ends }
+        Losses { lost: lost.collect(), ends, done }
     }
 
     /// Whether ranks are lost, and it is not decided yet how the job goes on.
@@ -385,7 +393,8 @@ impl Start<'_> {
             most_ranks: attempt.world_size().max(options.nodes.most * options.devices),
             store: attempt.store.clone(),
             port,
-            keep_alive: options.keep_alive,
+            // A single host is not lost without its ranks.
+            keep_alive: options.endpoint.as_ref().map_or(Duration::ZERO, |_| options.keep_alive),
             work: generation.and_then(|generation| generation.going_on.work.clone()),
         }
     }

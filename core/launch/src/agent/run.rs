@@ -5,6 +5,8 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime};
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
 use super::board::{Board, Seen, keys, read, write};
 use super::coordinator::Coordinator;
 use super::endpoint::Meeting;
@@ -35,6 +37,7 @@ const FAREWELL: Duration = Duration::from_secs(5);
 /// - [`Error::Interrupted`] if this process is asked to end while agents meet.
 pub fn run(options: &AgentOptions) -> Result<i32> {
     check(options)?;
+    raise_file_limit();
     signals::handle(SecondSignal::Ignore)?;
     let meeting = Meeting::join(options)?;
     if options.devices == 0 {
@@ -92,6 +95,14 @@ fn wait_for_byes(store: &dyn Store, own: u64) {
     }
 }
 
+/// Raises the limit of open files: the coordinator has several connections of each rank of a large
+/// elastic job.
+fn raise_file_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    // Without it, a failure to open more says which limit to raise.
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
+}
+
 fn check(options: &AgentOptions) -> Result<()> {
     if options.devices == 0 && options.endpoint.is_none() {
         return Err(Error::Launch(
@@ -140,7 +151,7 @@ struct Agent<'a> {
 impl Agent<'_> {
     fn run(&self) -> Result<i32> {
         let (mut before, mut told_to_wait, mut printed) = (0, self.coordinates_only(), None);
-        let mut asked = false;
+        let mut interrupted = None::<(u64, i32)>;
         loop {
             let seen = self.board.seen();
             if let Some(over) = seen.over {
@@ -161,13 +172,25 @@ impl Agent<'_> {
                         print_message("interrupted");
                         return Ok(128 + signal);
                     }
-                    Some(attempt) if asked => self.board.tell_kill(attempt.number),
+                    Some(attempt)
+                        if interrupted
+                            .is_some_and(|(_, before)| !signals::is_advance_notice(before)) =>
+                    {
+                        self.board.tell_kill(attempt.number);
+                    }
                     Some(attempt) => {
                         print_message(INTERRUPTED);
                         self.board.tell_interrupt(attempt.number, signal);
+                        interrupted = Some((attempt.number, signal));
                     }
                 }
-                asked |= !signals::is_advance_notice(signal);
+            }
+            // The signal may have come after the decision to go on, or to start again.
+            if let (Some((told, signal)), Some(attempt)) = (&mut interrupted, &seen.attempt)
+                && *told < attempt.number
+            {
+                self.board.tell_interrupt(attempt.number, *signal);
+                *told = attempt.number;
             }
             match seen.attempt {
                 Some(attempt) if attempt.number > before => {
@@ -309,7 +332,7 @@ impl Agent<'_> {
                     ranks.end_at_once();
                 }
                 if let (Some(stop), true) = (&seen.stop, current) {
-                    if !ranks.is_ending() {
+                    if !ranks.is_ending() && !stop.is_done {
                         print_message(&format!("error: {}", stop.message));
                         *printed = Some(stop.message.clone());
                     }
