@@ -472,7 +472,7 @@ fn node_rank_belongs_to_one_live_agent() {
 fn wrong_input_is_named() {
     let error = |args: &[&str]| stderr(&run(args, "true"));
     assert_snapshot!(error(&["--nproc-per-node", "many"]), @"error: launch: --nproc-per-node is `many`; it should be a number or `auto`");
-    assert_snapshot!(error(&["--nproc-per-node", "0"]), @"error: launch: --nproc-per-node must be 1 or more");
+    assert_snapshot!(error(&["--nproc-per-node", "0"]), @"error: launch: --nproc-per-node must be 1 or more, or 0 on a host that only coordinates the job: the one that --rdzv-endpoint names");
     assert_snapshot!(error(&["--nnodes", "2"]), @"error: launch: a job of several nodes needs a place where its agents meet: --rdzv-endpoint HOST:PORT, the same on all nodes, with a free port of one of them");
     assert_snapshot!(error(&["--nnodes", "2:1"]), @"
     error: invalid value '2:1' for '--nnodes <M|MIN:MAX>': launch: the nodes are `2:1`; they should be a number such as 2, or the least and the most such as 1:4, of 1 to 4096
