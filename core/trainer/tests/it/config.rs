@@ -454,6 +454,7 @@ fn resolved_configuration_round_trips() {
     max_restarts = 3
     replicas = 0
     replicate_every_n_steps = 1
+    replace_slow_ranks = false
 
     [checkpoint]
     save_last = true
