@@ -26,9 +26,10 @@ pub(crate) struct Documents<'a> {
     /// Bytes of text after which no more is read.
     pub(crate) enough: usize,
     pub(crate) report: &'a mut SourceReport,
-    /// Bytes of all files, which [`read`](Self::read) sets.
+    /// Bytes of all files, which [`read`](Self::read) sets, without those that were left out. After a
+    /// partial read, the rest counts if it begins as text.
     pub(crate) file_bytes: u64,
-    /// Bytes of the files that were read or left out; of the last one only its text so far.
+    /// Bytes of the files that were read; of the last one only its text so far.
     pub(crate) seen_bytes: u64,
 }
 
@@ -85,7 +86,7 @@ impl<'a> Documents<'a> {
         let len = |file: &Found| file.path.metadata().map_or(0, |about| about.len());
         (self.file_bytes, self.seen_bytes) = (files.iter().map(len).sum(), 0);
         let (mut folder, mut before) = (None, 0);
-        for file in &files {
+        for (i, file) in files.iter().enumerate() {
             // A folder may contain files but no text.
             if file.folder != folder {
                 self.check_folder(folder.as_deref(), before)?;
@@ -100,9 +101,17 @@ impl<'a> Documents<'a> {
             };
             if read? == ReadTo::Enough {
                 self.seen_bytes += self.bytes() - bytes_before;
+                if self.config.kind == DataKind::Text {
+                    let rest = files[i + 1..].iter().filter(|file| !begins_as_text(&file.path));
+                    self.file_bytes -= rest.map(len).sum::<u64>().min(self.file_bytes);
+                }
                 return Ok(ReadTo::Enough);
             }
-            self.seen_bytes += len(file);
+            match self.bytes() > bytes_before {
+                true => self.seen_bytes += len(file),
+                // It was left out.
+                false => self.file_bytes -= len(file).min(self.file_bytes),
+            }
         }
         self.check_folder(folder.as_deref(), before)?;
         if self.documents() == 0 {
@@ -263,6 +272,11 @@ impl fmt::Display for Place<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.name(&self.file.path, ", "))
     }
+}
+
+/// Whether a file may be text, by its first bytes.
+fn begins_as_text(path: &Path) -> bool {
+    text_of(path, 1).is_ok_and(|text| text.is_ok())
 }
 
 /// The text of a file, or of about its first `enough` bytes, without a byte-order mark.

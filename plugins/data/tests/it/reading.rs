@@ -252,16 +252,16 @@ fn preview_reads_only_the_beginning() {
 #[test]
 fn preview_estimates_the_memory_of_all_text() {
     let dir = tempfile::tempdir().unwrap();
-    // Half of the files have no text.
+    // Half of the files have no text, and come late.
     for i in 0..200 {
-        let byte = if i % 2 == 0 { b'a' } else { 0 };
+        let byte = if i < 80 || i > 180 { b'a' } else { 0 };
         std::fs::write(dir.path().join(format!("{i:03}")), vec![byte; 100_000]).unwrap();
     }
     let text = format!("cache_dir = false\npath = {:?}", dir.path());
     let config = toml::from_str(&text).unwrap();
     let planned = TextData::preview(&config, &DataContext::default()).unwrap().memory();
     let taken = TextData::setup(&config, &DataContext::default()).unwrap().memory();
-    assert!(planned.abs_diff(taken) < taken / 20, "{planned} planned, {taken} taken");
+    assert!(planned.abs_diff(taken) < taken / 100, "{planned} planned, {taken} taken");
 }
 
 #[test]
