@@ -28,8 +28,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// What an agent passes to its ranks besides `torchrun`'s variables, for an elastic job.
 ///
-/// The agent has a store of its own for its ranks, from which they hear of failures: the job's store
-/// may be on a host that is lost.
+/// The agent has a store of its own for its ranks. They hear of failures from it, because the job's
+/// store may be on a host that is lost.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct AgentLink {
     /// The agent's process.

@@ -31,7 +31,7 @@ pub(super) enum Refusal {
 /// A rank's place in a generation: its rank before, and how often its process was replaced.
 type Place = (Option<usize>, u64);
 
-/// Returns the attempt in which a job goes on, whose store is still that of the present one, and for each of its ranks how often its process was
+/// Returns the attempt in which a job goes on, and for each of its ranks how often its process was
 /// replaced. `restarts` has these numbers of the present attempt.
 ///
 /// Ranks keep their order. A lost rank of a node that is left gets a new process, up to
