@@ -10,7 +10,7 @@ use super::board::{keys, read, write};
 use super::endpoint::Meeting;
 use super::generation::{self, Changes, Refusal};
 use super::options::{AgentOptions, Nodes};
-use super::plan::{Attempt, Cause, End, Generation, Losses, Member, Over, Stop, nodes};
+use super::plan::{Attempt, Cause, End, Generation, Losses, Member, Node, Over, Stop, nodes};
 use super::stores;
 use crate::Result;
 use crate::link::{AgentLink, GoingOn};
@@ -285,6 +285,10 @@ impl Coordinator {
         for node in &attempt.nodes {
             let losses = keys::losses(attempt.number, node.agent);
             let losses: Losses = read(&*self.store, &losses).unwrap_or_default();
+            if let Some(why) = self.failed_to_come(attempt, node) {
+                changes.gone.insert(node.agent, format!("cannot join: {why}"));
+                continue;
+            }
             let has_ended: Option<End> = read(&*self.store, &keys::end(attempt.number, node.agent));
             may_go_on &= !losses.ends && has_ended.is_none();
             changes.lost.extend(losses.lost);
@@ -307,6 +311,24 @@ impl Coordinator {
         (changes, may_go_on)
     }
 
+    /// The failure of a node that was to be taken in, whose ranks have not all come. The job goes on
+    /// without it.
+    fn failed_to_come(&self, attempt: &Attempt, node: &Node) -> Option<String> {
+        if !node.joins {
+            return None;
+        }
+        let (number, agent) = (attempt.number, node.agent);
+        let losses: Option<Losses> = read(&*self.store, &keys::losses(number, agent));
+        if losses.is_some_and(|losses| losses.all_have_come) {
+            return None;
+        }
+        let failing = read::<(String, i32)>(&*self.store, &keys::failing(number, agent));
+        match (failing, read(&*self.store, &keys::end(number, agent))) {
+            (Some((message, _)), _) | (None, Some(End::Failed { message, .. })) => Some(message),
+            _ => None,
+        }
+    }
+
     /// Whether a rank has ended well that was to go on in this generation.
     fn is_done(&self, attempt: &Attempt) -> bool {
         attempt.generation.is_some()
@@ -326,13 +348,8 @@ impl Coordinator {
         Some(if replaced { YIELDS } else { self.options.keep_alive })
     }
 
-    /// Returns the next generation of an elastic job, if it goes on after what has changed. The
-    /// second result is the failure if a loss ends the job.
-    fn next_generation(
-        &mut self,
-        attempt: &Attempt,
-        restarts: &[u64],
-    ) -> (Option<(Attempt, Vec<u64>)>, Option<Stop>) {
+    /// Returns how an elastic job goes on after what has changed.
+    fn next_generation(&mut self, attempt: &Attempt, restarts: &[u64]) -> Result<Next> {
         // What follows is said in ranks of this attempt, so all agents must have begun it.
         let mut all_told = Vec::new();
         for node in &attempt.nodes {
@@ -340,17 +357,20 @@ impl Coordinator {
             match read::<GoingOn>(&*self.store, &key) {
                 Some(told) => all_told.push(told),
                 None if self.silent_for(node.agent).is_some() => {}
-                None => return (None, None),
+                None if self.failed_to_come(attempt, node).is_some() => {}
+                None => return Ok(Next::Nothing),
             }
         }
         // The agent of rank 0 alone knows of its work.
         let known = all_told.iter().find(|told| told.work.is_some()).or(all_told.first());
-        let Some(going_on) = known.cloned() else { return (None, None) };
+        let Some(going_on) = known.cloned() else { return Ok(Next::Nothing) };
         let (changes, may_go_on) = self.changes(attempt);
         if !changes.is_loss() && (changes.come.is_empty() || !may_go_on) {
-            return (None, None);
+            return Ok(Next::Nothing);
         }
         let allowed = self.options.nodes;
+        let cannot_join =
+            attempt.nodes.iter().any(|node| self.failed_to_come(attempt, node).is_some());
         let next = match may_go_on {
             true => generation::next(attempt, &changes, restarts, &going_on, allowed),
             false => Err(Refusal::Over),
@@ -360,17 +380,17 @@ impl Coordinator {
                 let is_out = |rank: usize| {
                     changes.lost.contains_key(&rank) && restarts[rank] >= going_on.max_restarts
                 };
-                self.note_lost_nodes(attempt, &changes, &next.0, &is_out);
-                return (Some(next), None);
+                self.note_lost_nodes(attempt, &changes, &next.0, &is_out)?;
+                return Ok(Next::Generation(Box::new(next.0), next.1));
             }
             // The loss of a node, which is not a rank's end, is noticed below.
-            Err(_) if changes.lost.is_empty() => return (None, None),
+            Err(_) if changes.lost.is_empty() && !cannot_join => return Ok(Next::Nothing),
             Err(Refusal::TooFew(why)) => format!(", and the job cannot go on: {why}"),
             Err(Refusal::Unchanged | Refusal::Over) => String::new(),
         };
         let cause = changes.cause(attempt);
-        let (message, rank) = (format!("{cause}{why}"), Some(cause.rank()));
-        (None, Some(Stop { message, rank, is_done: false }))
+        let code = changes.lost.first_key_value().map_or(1, |(_, loss)| loss.code);
+        Ok(Next::Failed { message: format!("{cause}{why}"), rank: cause.rank(), code })
     }
 
     /// Notes hosts that are lost, and agents that are left out with a rank that was lost too often
@@ -381,8 +401,12 @@ impl Coordinator {
         changes: &Changes,
         next: &Attempt,
         is_out: &dyn Fn(usize) -> bool,
-    ) {
+    ) -> Result<()> {
         for node in before.nodes.iter().filter(|node| next.place(node.agent).is_none()) {
+            if let Some(why) = self.failed_to_come(before, node) {
+                self.refuse(node.agent, &format!("the job goes on without this node: {why}"))?;
+                continue;
+            }
             let Some(known) = self.agents.get_mut(&node.agent) else { continue };
             let mut ranks = node.first_rank..node.first_rank + node.devices;
             if changes.gone.contains_key(&node.agent) {
@@ -391,6 +415,7 @@ impl Coordinator {
                 known.left_out = true;
             }
         }
+        Ok(())
     }
 
     /// Waits until the ranks of an attempt have ended on all nodes, or an elastic job goes on without
@@ -402,17 +427,23 @@ impl Coordinator {
         loop {
             self.look()?;
             if verdict.is_none() {
-                let (next, stop) = self.next_generation(attempt, restarts);
-                if let Some((next, restarts)) = next {
-                    return Ok(Watched::GoesOn(Box::new(next), restarts));
-                }
-                if let Some(Stop { message, rank, .. }) = stop {
-                    failed_rank = rank;
-                    verdict = Some(End::Failed { message, code: 1 });
+                match self.next_generation(attempt, restarts)? {
+                    Next::Nothing => {}
+                    Next::Generation(next, restarts) => {
+                        return Ok(Watched::GoesOn(next, restarts));
+                    }
+                    Next::Failed { message, rank, code } => {
+                        failed_rank = Some(rank);
+                        verdict = Some(End::Failed { message, code });
+                    }
                 }
             }
             let (mut running, mut interrupted, mut all_well) = (0, None, true);
             for (place, node) in attempt.nodes.iter().enumerate() {
+                if verdict.is_none() && self.failed_to_come(attempt, node).is_some() {
+                    running += 1;
+                    continue;
+                }
                 let failing = keys::failing(attempt.number, node.agent);
                 if verdict.is_none()
                     && let Some((message, code)) = read(&*self.store, &failing)
@@ -474,6 +505,16 @@ impl Coordinator {
             std::thread::sleep(POLL);
         }
     }
+}
+
+/// How an elastic job goes on.
+enum Next {
+    /// As before.
+    Nothing,
+    /// In this generation, with the number of new processes of each of its ranks.
+    Generation(Box<Attempt>, Vec<u64>),
+    /// Not: this rank's loss ends it.
+    Failed { message: String, rank: usize, code: i32 },
 }
 
 /// What follows an attempt.

@@ -3,14 +3,13 @@
 use std::collections::BTreeMap;
 
 use super::options::Nodes;
-use super::plan::{Attempt, Cause, Generation, Member, Node};
+use super::plan::{Attempt, Cause, Generation, Loss, Member, Node};
 use crate::link::GoingOn;
 
 /// What has happened to an attempt since it began.
 #[derive(Debug, Default)]
 pub(super) struct Changes {
-    /// Lost ranks, and what has happened to them.
-    pub(super) lost: BTreeMap<usize, String>,
+    pub(super) lost: BTreeMap<usize, Loss>,
     /// Agents that are gone, with all of their ranks, and what has happened to them.
     pub(super) gone: BTreeMap<u64, String>,
     /// Agents that have come, in the order of joining.
@@ -32,7 +31,8 @@ pub(super) enum Refusal {
 type Place = (Option<usize>, u64);
 
 /// Returns the attempt in which a job goes on, and for each of its ranks how often its process was
-/// replaced. `restarts` has these numbers of the present attempt.
+/// replaced. `restarts` has these numbers of the present attempt. The caller sets the address of the
+/// store.
 ///
 /// Ranks keep their order. A lost rank of a node that is left gets a new process, up to
 /// `max_restarts` times. Nodes that have come are added at the end, up to the most nodes. If the
@@ -96,7 +96,8 @@ pub(super) fn next(
     }
     let mut first_rank = 0;
     let place_node = |(agent, host, places): (u64, String, Vec<Place>)| {
-        let node = Node { agent, host, first_rank, devices: places.len() };
+        let joins = changes.come.iter().any(|(come, _)| *come == agent);
+        let node = Node { agent, host, first_rank, devices: places.len(), joins };
         first_rank += node.devices;
         node
     };
@@ -127,7 +128,7 @@ impl Changes {
 
     /// What ends the present generation: a lost rank or node, or a new node.
     pub(super) fn cause(&self, attempt: &Attempt) -> Cause {
-        if let Some((&rank, how)) = self.lost.first_key_value() {
+        if let Some((&rank, Loss { how, .. })) = self.lost.first_key_value() {
             let node = attempt.node_name(attempt.place_of_rank(rank));
             return Cause::Rank { rank, node, how: how.clone() };
         }
@@ -153,7 +154,8 @@ mod tests {
     fn attempt(devices: &[usize]) -> Attempt {
         let mut first_rank = 0;
         let node = |(agent, &devices): (usize, &usize)| {
-            let node = Node { agent: agent as u64, host: format!("h{agent}"), first_rank, devices };
+            let (agent, host) = (agent as u64, format!("h{agent}"));
+            let node = Node { agent, host, first_rank, devices, joins: false };
             first_rank += devices;
             node
         };
@@ -174,8 +176,9 @@ mod tests {
         Member { host, devices, node_rank: None, nodes: (1, 4), max_restarts: 0 }
     }
 
-    fn lost(ranks: &[usize]) -> BTreeMap<usize, String> {
-        ranks.iter().map(|rank| (*rank, "was killed".to_owned())).collect()
+    fn lost(ranks: &[usize]) -> BTreeMap<usize, Loss> {
+        let loss = Loss { how: "was killed".to_owned(), code: 137 };
+        ranks.iter().map(|rank| (*rank, loss.clone())).collect()
     }
 
     fn gone(agents: &[u64]) -> BTreeMap<u64, String> {
@@ -212,6 +215,7 @@ mod tests {
         let come = vec![(7, member(3))];
         let swap = Changes { gone: gone(&[0]), come, ..Changes::default() };
         let (attempt, _) = next(&swap).unwrap();
+        assert_eq!(attempt.nodes.iter().map(|node| node.joins).collect::<Vec<_>>(), [false, true]);
         assert_eq!(attempt.nodes[1].agent, 7);
         assert_eq!((attempt.nodes[1].first_rank, attempt.nodes[1].devices), (2, 3));
         let generation = attempt.generation.unwrap();

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::generation::{self, Changes, Refusal};
 use super::options::Nodes;
-use super::plan::{Attempt, Member, Node};
+use super::plan::{Attempt, Loss, Member, Node};
 use crate::elastic::Invitation;
 use crate::link::GoingOn;
 
@@ -76,7 +76,7 @@ impl World {
         let mut agents = BTreeMap::new();
         for (agent, &devices) in devices.iter().enumerate() {
             let agent = agent as u64;
-            nodes.push(Node { agent, host: "h".to_owned(), first_rank, devices });
+            nodes.push(Node { agent, host: "h".to_owned(), first_rank, devices, joins: false });
             let ranks = first_rank..first_rank + devices;
             processes.extend(ranks.clone().map(|rank| Process::new(agent, 1, rank)));
             agents.insert(agent, Agent::new(1, ranks.map(|rank| (rank, rank)).collect()));
@@ -233,7 +233,8 @@ impl World {
             }
             match self.told.get(&node.agent) {
                 Some(lost) => {
-                    changes.lost.extend(lost.iter().map(|rank| (*rank, "ended".to_owned())));
+                    let loss = Loss { how: "ended".to_owned(), code: 137 };
+                    changes.lost.extend(lost.iter().map(|rank| (*rank, loss.clone())));
                 }
                 None if fault == Fault::DecidesEarly => {}
                 None => return,

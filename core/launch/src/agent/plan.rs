@@ -103,6 +103,8 @@ pub(super) struct Node {
     pub(super) host: String,
     pub(super) first_rank: usize,
     pub(super) devices: usize,
+    /// Whether a running job takes it in with this attempt.
+    pub(super) joins: bool,
 }
 
 impl Attempt {
@@ -144,8 +146,13 @@ pub(super) fn nodes(agents: &[(u64, Member)], most: usize) -> Vec<Node> {
     }
     let mut first_rank = 0;
     let node = |(agent, member): &(u64, Member)| {
-        let node =
-            Node { agent: *agent, host: member.host.clone(), first_rank, devices: member.devices };
+        let node = Node {
+            agent: *agent,
+            host: member.host.clone(),
+            first_rank,
+            devices: member.devices,
+            joins: false,
+        };
         first_rank += member.devices;
         node
     };
@@ -155,12 +162,23 @@ pub(super) fn nodes(agents: &[(u64, Member)], most: usize) -> Vec<Node> {
 /// What an agent says of its ranks in an attempt of an elastic job.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Losses {
-    /// Ranks whose processes a signal has ended, each with a description.
-    pub(super) lost: Vec<(usize, String)>,
+    /// Ranks whose processes a signal has ended.
+    pub(super) lost: Vec<(usize, Loss)>,
     /// Whether a rank has left, or has ended by itself: it is done with the training.
     pub(super) ends: bool,
     /// Whether a rank has ended well without having come to this generation.
     pub(super) done: bool,
+    /// Whether all ranks have come to this attempt.
+    pub(super) all_have_come: bool,
+}
+
+/// The end of a lost rank's process.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Loss {
+    /// As in `was killed by signal 9`.
+    pub(super) how: String,
+    /// The exit code of a job that ends because of it.
+    pub(super) code: i32,
 }
 
 /// Why the ranks of an attempt end.

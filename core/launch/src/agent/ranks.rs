@@ -12,7 +12,7 @@ use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::logs::Output;
 use super::options::AgentOptions;
-use super::plan::{Attempt, End, Losses, Node, Stop};
+use super::plan::{Attempt, End, Loss, Losses, Node, Stop};
 use super::stores::Stores;
 use crate::failure::PEER_FAILED_EXIT_CODE;
 use crate::job_secret::JOB_KEY_VARIABLE;
@@ -65,7 +65,7 @@ struct Rank {
     stopped: Option<Patience>,
     /// How the process was lost, in an elastic job that may go on without it. The loss may come
     /// just before the next generation, which counts on the process.
-    lost: Option<String>,
+    lost: Option<Loss>,
 }
 
 /// What the ranks of a node are started with.
@@ -162,7 +162,7 @@ impl Ranks {
 
     /// What this agent says of lost ranks.
     pub(super) fn losses(&self) -> Losses {
-        let (mut ends, mut done) = (false, false);
+        let (mut ends, mut done, mut all_have_come) = (false, false, true);
         for (local_rank, rank) in self.ranks.iter().enumerate() {
             let by_itself = match rank.end {
                 Some(end) => end.signal().is_none(),
@@ -171,9 +171,10 @@ impl Ranks {
             ends |= by_itself || self.stores.has_left(local_rank);
             let is_well = rank.end.is_some_and(|end| end.code() == Some(0));
             done |= is_well && !self.stores.has_joined(local_rank);
+            all_have_come &= self.stores.has_joined(local_rank);
         }
         let lost = self.ranks.iter().filter_map(|rank| Some((rank.rank, rank.lost.clone()?)));
-        Losses { lost: lost.collect(), ends, done }
+        Losses { lost: lost.collect(), ends, done, all_have_come }
     }
 
     /// Whether ranks are lost, and it is not decided yet how the job goes on.
@@ -282,7 +283,8 @@ impl Ranks {
             (None, Some(signal)) if killed && signal == Signal::KILL.as_raw() => return,
             (None, Some(signal)) if asked && signals::is_handled(signal) => return,
             (None, Some(_)) if !asked && self.stores.going_on().is_some() => {
-                self.ranks[i].lost = Some(rank_process::describe(end));
+                let how = rank_process::describe(end) + &log.unwrap_or_default();
+                self.ranks[i].lost = Some(Loss { how, code: rank_process::exit_code(end) });
                 return;
             }
             _ => {}

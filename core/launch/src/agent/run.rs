@@ -152,6 +152,7 @@ impl Agent<'_> {
     fn run(&self) -> Result<i32> {
         let (mut before, mut told_to_wait, mut printed) = (0, self.coordinates_only(), None);
         let mut interrupted = None::<(u64, i32)>;
+        let mut had_ranks = false;
         loop {
             let seen = self.board.seen();
             if let Some(over) = seen.over {
@@ -197,6 +198,7 @@ impl Agent<'_> {
                     before = attempt.number;
                     match attempt.place(self.agent) {
                         Some(place) => {
+                            had_ranks = true;
                             let (last, end) = self.attempt(attempt, place, &mut printed)?;
                             before = last;
                             self.board.tell_end(last, self.agent, end);
@@ -204,9 +206,12 @@ impl Agent<'_> {
                         None if told_to_wait => {}
                         None => {
                             told_to_wait = true;
-                            print_message(
-                                "the job runs on other nodes; this one waits until it is taken in",
-                            );
+                            print_message(match had_ranks {
+                                true => "the job goes on without the ranks of this node",
+                                false => {
+                                    "the job runs on other nodes; this one waits until it is taken in"
+                                }
+                            });
                         }
                     }
                 }
