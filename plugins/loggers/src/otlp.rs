@@ -201,7 +201,8 @@ impl Receiving for Collector {
         for (name, value) in &self.headers {
             request = request.header(name, value);
         }
-        let failed = |message: String, transient| Failure { message, code: None, transient };
+        let failed =
+            |message: String, transient| Failure { message, code: None, transient, taken: 0 };
         let unreached = |error: &dyn std::fmt::Display| {
             failed(format!("the collector at {}: {error}", self.url), true)
         };
@@ -221,10 +222,9 @@ impl Receiving for Collector {
                 let why = said["partialSuccess"]["errorMessage"].as_str().unwrap_or_default();
                 let said = answer.said(Some(why), ADDRESS.key);
                 let url = &self.url;
-                Err(failed(
-                    format!("the collector at {url} left out {rejected} values: {said}"),
-                    false,
-                ))
+                let taken = items.len().saturating_sub(rejected as usize);
+                let message = format!("the collector at {url} left out {rejected} values: {said}");
+                Err(Failure { taken, ..failed(message, false) })
             }
             _ => Ok(()),
         }

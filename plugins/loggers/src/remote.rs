@@ -66,6 +66,8 @@ pub(crate) struct Failure {
     pub(crate) code: Option<String>,
     /// Whether a retry may succeed.
     pub(crate) transient: bool,
+    /// Number of items that the server has taken nevertheless: of a transient failure the first ones.
+    pub(crate) taken: usize,
 }
 
 impl fmt::Display for Failure {
@@ -177,7 +179,7 @@ pub(crate) trait Receiving: Send + 'static {
     /// Most items of a [`send`](Self::send).
     const MAX_ITEMS: usize;
 
-    /// Sends items. It is called again with the same items after a transient failure.
+    /// Sends items. It is called again after a transient failure, without those that were taken.
     ///
     /// # Errors
     /// If the server does not take them.
@@ -367,11 +369,15 @@ impl<R: Receiving> Worker<R> {
                 next = if is_full { None } else { messages.try_recv().ok() };
             }
             if !items.is_empty() {
-                match self.attempt(|| self.server.send(&items)) {
-                    Ok(()) => {
-                        self.shared.taken.fetch_add(items.len() as u64, Ordering::Relaxed);
-                    }
-                    Err(failure) => self.shared.fail(&failure),
+                let mut taken = 0;
+                let sent = self.attempt(|| {
+                    let sent = self.server.send(&items[taken..]);
+                    taken = sent.as_ref().map_or_else(|it| taken + it.taken, |()| items.len());
+                    sent
+                });
+                self.shared.taken.fetch_add(taken as u64, Ordering::Relaxed);
+                if let Err(failure) = sent {
+                    self.shared.fail(&failure);
                 }
             }
             if let Some((status, time)) = end {
@@ -385,7 +391,7 @@ impl<R: Receiving> Worker<R> {
 
     /// Makes a call and retries transient failures. After a loss there is only one attempt, so that
     /// the queue empties although the server does not respond.
-    fn attempt(&self, call: impl Fn() -> Result<(), Failure>) -> Result<(), Failure> {
+    fn attempt(&self, mut call: impl FnMut() -> Result<(), Failure>) -> Result<(), Failure> {
         let mut pause = self.patience.pause;
         let attempts = if self.shared.failure().is_some() { 1 } else { self.patience.attempts };
         for _ in 1..attempts {

@@ -85,6 +85,7 @@ impl Client {
             message: format!("MLflow at {}: {error}", self.base),
             code: None,
             transient: true,
+            taken: 0,
         };
         let sent = match body {
             None => {
@@ -118,6 +119,7 @@ impl Client {
             message: format!("MLflow at {}: {path}: status {status}: {said}", self.base),
             code,
             transient: answer.is_transient(),
+            taken: 0,
         })
     }
 
@@ -181,6 +183,7 @@ fn text(answer: &Value, key: &str) -> Result<String, Failure> {
         ),
         code: None,
         transient: false,
+        taken: 0,
     })
 }
 

@@ -138,18 +138,21 @@ impl Receiving for Run {
     const MAX_ITEMS: usize = MAX_METRICS;
 
     fn send(&self, items: &[Item]) -> Result<(), Failure> {
-        let mut items = items.iter().peekable();
-        while items.peek().is_some() {
-            let mut batch = Batch::default();
+        let mut taken = 0;
+        while taken < items.len() {
+            let (mut batch, mut end) = (Batch::default(), taken);
             while !batch.is_full()
-                && let Some(item) = items.next()
+                && let Some(item) = items.get(end)
             {
                 batch.add(item);
+                end += 1;
             }
-            self.client.log_batch(&json!({
+            let body = json!({
                 "run_id": self.id,
                 "metrics": batch.metrics, "params": batch.params, "tags": batch.tags,
-            }))?;
+            });
+            self.client.log_batch(&body).map_err(|failure| Failure { taken, ..failure })?;
+            taken = end;
         }
         Ok(())
     }

@@ -155,6 +155,24 @@ fn only_an_api_answer_counts_as_delivered() {
 }
 
 #[test]
+fn taken_values_are_not_sent_again() {
+    let mut calls_made = 0;
+    let (uri, requests) = serve(Box::new(move |_, _| {
+        calls_made += 1;
+        if calls_made == 2 { (503, json!({ "message": "busy" })) } else { (200, json!({})) }
+    }));
+    let client = Client::new(&uri, &Credentials::default(), QUICK.request).unwrap();
+    let run = Run { client, id: "abc".to_owned() };
+    let param = |i: usize| Item::Param { key: format!("key {i}"), value: "1".to_owned() };
+    let items: Vec<Item> = (0..150).map(param).collect();
+    let failure = run.send(&items).unwrap_err();
+    assert_eq!((failure.taken, failure.transient), (100, true));
+    run.send(&items[failure.taken..]).unwrap();
+    let sent = calls(&requests).map(|(_, body)| body["params"].as_array().unwrap().len());
+    assert_eq!(sent.collect::<Vec<_>>(), [100, 50, 50]);
+}
+
+#[test]
 fn the_end_of_a_run_does_not_wait_for_retries() {
     let (uri, _requests) = serve(Box::new(|path, _| match path {
         "runs/log-batch" => (503, json!({ "message": "busy" })),
