@@ -352,8 +352,9 @@ const RECORD_TIMEOUT: Duration = Duration::from_secs(2);
 const REQUEST_POLL: Duration = Duration::from_millis(200);
 /// Longest failure message: a frame of a health connection must fit into the socket's buffer.
 const MAX_MESSAGE: usize = 16 << 10;
-/// The failure of a rank that loses the store of its supervisor or of an agent.
-const BROKEN: &str = "its connection to the job's store, which no rank hosts, broke";
+/// The failures of a rank that loses the store of its supervisor or of an agent.
+const BROKEN: &str = "its connection to the job's store, which the supervisor hosts, broke";
+const BROKEN_TO_AGENT: &str = "its connection to a store of the agents broke";
 
 impl Server {
     fn error(&self, why: &str) -> Error {
@@ -498,7 +499,8 @@ impl Health {
             self.lost_host.store(true, Ordering::SeqCst);
             self.set_failure(match self.host {
                 StoreHost::RankZero => (0, format!("{DIED}; it hosted the job's store")),
-                StoreHost::Supervisor | StoreHost::Agent => (self.rank, BROKEN.to_owned()),
+                StoreHost::Supervisor => (self.rank, BROKEN.to_owned()),
+                StoreHost::Agent => (self.rank, BROKEN_TO_AGENT.to_owned()),
             });
         }
     }

@@ -178,7 +178,7 @@ fn broken_supervisor_store_is_not_rank_0() {
     let store = TcpStore::connect_with("127.0.0.1", port, identity(2, 3), LONG, options).unwrap();
     drop(server);
     let (rank, message) = store.wait_for_failure(LONG).unwrap();
-    insta::assert_snapshot!(message, @"its connection to the job's store, which no rank hosts, broke");
+    insta::assert_snapshot!(message, @"its connection to the job's store, which the supervisor hosts, broke");
     assert_eq!(rank, 2);
 }
 
