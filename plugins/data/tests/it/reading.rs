@@ -254,7 +254,7 @@ fn preview_estimates_the_memory_of_all_text() {
     let dir = tempfile::tempdir().unwrap();
     // Half of the files have no text, and come late.
     for i in 0..200 {
-        let byte = if i < 80 || i > 180 { b'a' } else { 0 };
+        let byte = if (80..180).contains(&i) { 0 } else { b'a' };
         std::fs::write(dir.path().join(format!("{i:03}")), vec![byte; 100_000]).unwrap();
     }
     let text = format!("cache_dir = false\npath = {:?}", dir.path());
