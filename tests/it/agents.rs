@@ -75,6 +75,21 @@ fn agents_train_like_a_single_program() {
 }
 
 #[test]
+fn agent_says_what_it_waits_for() {
+    let scratch = Scratch::with_tokens();
+    let job = training(&scratch).env("FULGURITE_JOB_KEY", KEY);
+    let endpoint = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let args = ["--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", &endpoint];
+    let agent = job.under_agent(&args).start();
+    let expected =
+        format!("waits for an agent that hosts the rendezvous at {endpoint}, for 600 s at most");
+    agent.until("what it waits for", |this| this.said(&expected).then_some(()));
+    agent.signal(Signal::TERM);
+    let run = agent.wait();
+    assert_eq!(run.code(), Some(143), "{}", run.stderr);
+}
+
+#[test]
 fn losses_survive_a_lost_rank() {
     let scratch = Scratch::with_tokens();
     let expected = training(&scratch).set(&["trainer.devices=4"]).succeed();

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use crate::program::{Job, Running, Scratch};
+use crate::program::{Job, Running, Scratch, left_in_shared_memory};
 use rustix::process::{Signal, kill_process};
 
 /// Trains until it is ended from outside.
@@ -14,10 +14,7 @@ fn endless(scratch: &Scratch) -> Job<'_> {
 fn assert_nothing_is_left(scratch: &Scratch) {
     let left: Vec<_> = fs::read_dir(scratch.temporary()).unwrap().flatten().collect();
     assert!(left.is_empty(), "{left:?}");
-    let shared = fs::read_dir("/dev/shm").into_iter().flatten().flatten();
-    let ours: Vec<_> =
-        shared.filter(|e| e.file_name().to_string_lossy().contains("fulgurite")).collect();
-    assert!(ours.is_empty(), "{ours:?}");
+    assert_eq!(left_in_shared_memory(), [""; 0]);
 }
 
 fn training(job: &Job) -> Running {

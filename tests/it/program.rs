@@ -577,6 +577,16 @@ impl Drop for Running {
     }
 }
 
+/// What jobs have left in this host's shared memory. The directories of elastic jobs do not count:
+/// another test's job may be running.
+pub fn left_in_shared_memory() -> Vec<String> {
+    let entries = fs::read_dir("/dev/shm").into_iter().flatten().flatten();
+    let names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned());
+    names
+        .filter(|name| name.contains("fulgurite") && !name.starts_with("fulgurite-elastic-"))
+        .collect()
+}
+
 /// The result of a program.
 pub struct Run {
     pub status: ExitStatus,

@@ -11,7 +11,7 @@ use super::trials::{Trial, trials};
 use crate::elastic_hosts::{Agents, assert_close_to, losses, training};
 use crate::program::{Run, Running, Scratch};
 
-const STEPS: u64 = 250;
+const STEPS: u64 = 500;
 
 /// What happens to a job.
 #[derive(Debug, Clone, Copy)]
@@ -112,15 +112,21 @@ fn strike_at_random(scratch: &Scratch, trial: &mut Trial, generations: &mut usiz
         struck.push((wait, strike));
     }
     eprintln!("{strategy} on {nodes} x {devices}, {replicas}: {struck:?}");
-    let runs: Vec<_> = running.into_iter().flatten().map(Running::wait).collect();
+    let mut running = running.into_iter().flatten();
+    // The agent that coordinates ends last.
     let coordinator = coordinator.map(Running::wait);
+    let mut runs = Vec::new();
+    if coordinator.is_none() {
+        runs.extend(running.next().map(Running::wait));
+    }
+    runs.extend(running.filter_map(result));
     let text = || {
         let said: Vec<String> =
             runs.iter().map(|run| format!("{}\n{}", run.status, run.stderr)).collect();
         format!("{strategy} on {nodes} x {devices}, {replicas}: {struck:?}\n{}", said.join("---\n"))
     };
     assert_nothing_is_left(&mark);
-    let code = coordinator.as_ref().unwrap_or(&runs[0]).code();
+    let code = coordinator.as_ref().unwrap_or_else(|| &runs[0]).code();
     let all = || runs.iter().chain(&killed);
     if interrupts && code != Some(0) {
         // In an instant of the change the end of the job is a failure.
@@ -146,6 +152,17 @@ fn strike_at_random(scratch: &Scratch, trial: &mut Trial, generations: &mut usiz
     found.extend(losses(&runs));
     assert_eq!(found.len() as u64, STEPS, "{}", text());
     assert_close_to(&found.into_iter().collect::<Vec<_>>(), &expected);
+}
+
+/// The result of an agent; `None` for one that came after the end of the job, which waits.
+fn result(agent: Running) -> Option<Run> {
+    const WAITS: &str = "waits for an agent that hosts the rendezvous";
+    agent.until("its end", |this| (this.members().is_empty() || this.said(WAITS)).then_some(()));
+    if !agent.members().is_empty() {
+        agent.signal(Signal::KILL);
+    }
+    let run = agent.wait();
+    (!run.stderr.contains(WAITS)).then_some(run)
 }
 
 #[test]

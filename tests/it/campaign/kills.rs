@@ -12,7 +12,7 @@ use fulgurite_checkpoint_local::LocalDirectory;
 use rustix::process::{Signal, kill_process, kill_process_group};
 
 use super::trials::{Trial, trials};
-use crate::program::{Job, Run, Running, Scratch};
+use crate::program::{Job, Run, Running, Scratch, left_in_shared_memory};
 
 /// Steps of an undisturbed run.
 const STEPS: u64 = 24;
@@ -182,10 +182,7 @@ fn struck(job: &Job, scratch: &Scratch, strike: Strike, moment: Duration, hits: 
     assert!(took < OVER + frozen, "{strike:?}: over after {took:?}:\n{}", run.stderr);
     let left: Vec<_> = fs::read_dir(scratch.temporary()).unwrap().flatten().collect();
     assert!(left.is_empty(), "{strike:?}: {left:?}");
-    let shared = fs::read_dir("/dev/shm").into_iter().flatten().flatten();
-    let ours: Vec<_> =
-        shared.filter(|e| e.file_name().to_string_lossy().contains("fulgurite")).collect();
-    assert!(ours.is_empty(), "{strike:?}: {ours:?}");
+    assert_eq!(left_in_shared_memory(), [""; 0], "{strike:?}");
     strike.check(&run, struck);
     let phase = match (run.code(), run.losses_so_far().len()) {
         (Some(0), _) => "too late, or gone on",

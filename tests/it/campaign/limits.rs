@@ -4,7 +4,7 @@
 use std::fs;
 
 use super::trials::{Trial, trials};
-use crate::program::{Job, Run, Scratch, can_mount};
+use crate::program::{Job, Run, Scratch, can_mount, left_in_shared_memory};
 
 /// Texts of the causes.
 const CAUSES: [&str; 6] = [
@@ -42,9 +42,7 @@ fn check(run: &Run, what: &str) {
     let first = run.first_error();
     assert!(CAUSES.iter().any(|cause| first.contains(cause)), "{text}");
     assert!(!run.stderr.contains("panicked") && !first.contains("exit code 79"), "{text}");
-    let left = fs::read_dir("/dev/shm").into_iter().flatten().flatten();
-    let ours = left.filter(|e| e.file_name().to_string_lossy().contains("fulgurite"));
-    assert_eq!(ours.count(), 0, "{text}");
+    assert_eq!(left_in_shared_memory(), [""; 0], "{text}");
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use super::options::{AgentOptions, Endpoint, Nodes};
 use crate::environment::Variables;
@@ -9,7 +10,7 @@ use crate::job_secret;
 use crate::launcher::{address_towards, reached_by_others};
 use crate::signals::{self, Starting};
 use crate::{Error, Result};
-use fulgurite_error::advice;
+use fulgurite_error::{advice, print_message};
 use fulgurite_store::{
     ClientIdentity, ClientOptions, JobKey, LocalStore, LostRankPolicy, Patience, Store, StoreHost,
     StoreServer, TcpStore,
@@ -115,6 +116,9 @@ fn host(
     Ok((None, why))
 }
 
+/// How long an agent says nothing while nobody hosts the rendezvous.
+const SILENT: Duration = Duration::from_secs(5);
+
 /// Connects under a number that no other agent has.
 fn connect(
     endpoint: &Endpoint,
@@ -125,8 +129,11 @@ fn connect(
     let _starting = Starting::new();
     let mut patience = Patience::new(options.join_timeout);
     let mut number = std::process::id() as usize;
+    let mut timeout = options.join_timeout.min(SILENT);
+    let mut later = options.join_timeout - timeout;
     loop {
         let left = patience.slice().unwrap_or_default();
+        let begun = Instant::now();
         let identity = ClientIdentity {
             key: key.clone(),
             rank: number % Nodes::LIMIT,
@@ -137,11 +144,18 @@ fn connect(
             &endpoint.host,
             endpoint.port,
             identity,
-            options.join_timeout,
+            timeout,
             client_options,
         );
         match connected {
             Ok(store) => return Ok(store),
+            Err(Error::Launch(_)) if !later.is_zero() && begun.elapsed() >= timeout => {
+                (timeout, later) = (later, Duration::ZERO);
+                print_message(&format!(
+                    "waits for an agent that hosts the rendezvous at {endpoint}, for {} s at most",
+                    options.join_timeout.as_secs()
+                ));
+            }
             Err(Error::Launch(why)) if why.contains(TAKEN) && !left.is_zero() => number += 1,
             Err(Error::Launch(why)) => {
                 let hosting =

@@ -34,12 +34,16 @@ const FAREWELL: Duration = Duration::from_secs(5);
 /// # Errors
 /// - [`Error::Launch`] if the options contradict each other or another agent's options, if the
 ///   agents do not meet in time, or if a rank cannot be started.
-/// - [`Error::Interrupted`] if this process is asked to end while agents meet.
 pub fn run(options: &AgentOptions) -> Result<i32> {
     check(options)?;
     raise_file_limit();
     signals::handle(SecondSignal::Ignore)?;
-    let meeting = Meeting::join(options)?;
+    let meeting = match Meeting::join(options) {
+        Err(Error::Interrupted) => {
+            return signals::take().map(say_interrupted).ok_or(Error::Interrupted);
+        }
+        meeting => meeting?,
+    };
     if options.devices == 0 {
         if !meeting.hosts {
             return Err(Error::Launch(
@@ -82,6 +86,12 @@ pub fn run(options: &AgentOptions) -> Result<i32> {
         true => wait_for_byes(&*meeting.store, agent),
     }
     Ok(code)
+}
+
+/// Says that this agent was asked to end before it had ranks, and returns its exit code.
+fn say_interrupted(signal: i32) -> i32 {
+    print_message("interrupted");
+    128 + signal
 }
 
 /// On the agent that hosts the store: waits until all other agents, including waiting ones, know
@@ -170,8 +180,7 @@ impl Agent<'_> {
             if let Some(signal) = signals::take() {
                 match seen.attempt.as_ref().filter(|_| self.coordinates_only()) {
                     None => {
-                        print_message("interrupted");
-                        return Ok(128 + signal);
+                        return Ok(say_interrupted(signal));
                     }
                     Some(attempt)
                         if interrupted
