@@ -34,6 +34,7 @@ pub trait TensorSource: Send + Sync {
     /// Reads the part `region` of the tensor `name`, as `dtype` on `device`.
     ///
     /// The values are flat in the region's row-major order. Only the bytes of the region are read.
+    /// As [`DType::U8`], values of 8 bits that candle does not support (F8, I8) are their bytes.
     ///
     /// # Errors
     /// If the name is unknown, the region is not inside the tensor's shape, or the bytes are

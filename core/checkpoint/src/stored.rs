@@ -207,7 +207,7 @@ impl StoredTensors {
 
     /// Finds the tensor `name` and the dtype to read it in. Checks that `region` is inside the
     /// tensor.
-    fn find(&self, name: &str, region: &Region) -> Result<(&StoredTensor, DType)> {
+    fn find(&self, name: &str, region: &Region, wanted: DType) -> Result<(&StoredTensor, DType)> {
         let Some(tensor) = self.tensors.get(name) else {
             return self.fail(name, "there is none of this name");
         };
@@ -216,6 +216,7 @@ impl StoredTensors {
         }
         match loadable_dtype(tensor.dtype) {
             Some(dtype) => Ok((tensor, dtype)),
+            None if wanted == DType::U8 && tensor.dtype.bitsize() == 8 => Ok((tensor, DType::U8)),
             None => self.fail(name, format!("values of dtype {} cannot be loaded", tensor.dtype)),
         }
     }
@@ -263,7 +264,7 @@ impl StoredTensors {
         device: &Device,
         verify: bool,
     ) -> Result<Tensor> {
-        let (tensor, stored) = self.find(name, region)?;
+        let (tensor, stored) = self.find(name, region, dtype)?;
         let values = Tensor::zeros(region.elem_count(), stored, &Device::Cpu)?;
         let read = |out: &mut [u8]| self.read_bytes(name, tensor, region, out, verify);
         storage::with_bytes_mut(&values, read)??;
@@ -272,7 +273,7 @@ impl StoredTensors {
     }
 
     fn fill(&self, name: &str, region: &Region, target: &Tensor, verify: bool) -> Result<()> {
-        let (tensor, stored) = self.find(name, region)?;
+        let (tensor, stored) = self.find(name, region, target.dtype())?;
         if target.elem_count() != region.elem_count() {
             let n = target.elem_count();
             return self

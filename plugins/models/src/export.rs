@@ -229,6 +229,8 @@ fn config_json(
     }
     all.insert("model_type".to_owned(), config.model_type().into());
     all.remove("architectures");
+    // Weights are saved plain.
+    all.remove("quantization_config");
     if let Some(class) = class_name(config.model_type(), module) {
         all.insert("architectures".to_owned(), json!([class]));
     }

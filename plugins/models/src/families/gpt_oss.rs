@@ -3,7 +3,7 @@
 //! Attention with biases and a sink for each head, with a window in every other layer, YaRN, and a
 //! mixture of experts in each layer whose router and experts have biases. The softmax of the router
 //! is over a token's experts, and the experts have a clamped SwiGLU. Files hold gates and ups of
-//! all experts as one stack of transposed matrices with columns in turn.
+//! all experts as one stack of transposed matrices with columns in turn; published ones are in MXFP4.
 
 use fulgurite_error::Result;
 use fulgurite_nn::{ClampedSwiGlu, ExpertActivation, RopeScaling, RouterConfig};
@@ -15,11 +15,6 @@ use crate::config::Reader;
 use crate::decoder::ExpertsConfig;
 
 pub(super) fn gpt_oss(reader: &Reader<'_>) -> Result<Description> {
-    if reader.value("quantization_config").is_some() {
-        let message = "weights in MXFP4 are not read; convert them to bf16: load the model in transformers with \
-                       `quantization_config=Mxfp4Config(dequantize=True)`, and `save_pretrained`";
-        return Err(reader.wrong("quantization_config", message));
-    }
     let defaults = Defaults {
         max_positions: 131_072,
         eps: 1e-5,

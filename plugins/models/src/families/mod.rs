@@ -17,6 +17,7 @@ mod llama;
 mod mixtral;
 mod modernbert;
 mod olmo2;
+mod packing;
 mod phi3;
 mod qwen;
 mod smollm3;
@@ -177,6 +178,7 @@ impl ModelConfig {
         }
         let family = self.family()?;
         let mut description = (family.read)(&reader)?;
+        description.weights = description.weights.packed(packing::packing(&reader)?);
         if reader.value("dropout").is_some() {
             let dropout = reader.probability("dropout", 0.0)?;
             match &mut description.architecture {

@@ -2,6 +2,7 @@
 
 use fulgurite_error::{Error, Result};
 
+use super::packed::Packing;
 use super::view::{Rows, View};
 
 /// How the tensors of a Hugging Face file and of a model correspond.
@@ -30,6 +31,7 @@ pub struct WeightLayout {
     only_in_model: Vec<String>,
     rules: Vec<Rule>,
     stacks: Vec<Stack>,
+    packing: Option<Packing>,
 }
 
 /// A tensor of the model that is a stack of tensors of a file.
@@ -59,7 +61,19 @@ impl WeightLayout {
             only_in_model: Vec::new(),
             rules: Vec::new(),
             stacks: Vec::new(),
+            packing: None,
         }
+    }
+
+    /// The weights of a file are packed like this. Those of a model are saved plain.
+    #[must_use]
+    pub(crate) fn packed(mut self, packing: Option<Packing>) -> Self {
+        self.packing = packing;
+        self
+    }
+
+    pub(super) fn packing(&self) -> Option<Packing> {
+        self.packing
     }
 
     /// Ignores tensors of a file whose names end like this pattern (`*.attn.bias`).

@@ -9,6 +9,7 @@
 mod export;
 mod layout;
 mod mapped;
+mod packed;
 mod stack;
 mod twice;
 mod view;
@@ -16,5 +17,6 @@ mod view;
 pub use export::ExportedSource;
 pub use layout::WeightLayout;
 pub use mapped::MappedSource;
+pub(crate) use packed::Packing;
 pub(crate) use twice::{REFERENCE, Twice};
 pub(crate) use view::View;

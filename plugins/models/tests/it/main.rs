@@ -6,6 +6,7 @@ mod fixtures;
 mod generation;
 mod gguf;
 mod modules;
+mod packed;
 mod reference_page;
 mod routers;
 mod transformers;
