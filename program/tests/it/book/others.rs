@@ -61,7 +61,6 @@ const OTHERS: &[(&str, &[&str])] = &[
     (
         "PEFT and transformers",
         &[
-            "Mxfp4Config",
             "lora_bias",
             "num_nextn_predict_layers",
             "save_pretrained",
