@@ -37,8 +37,9 @@ use fulgurite_engine::parameter::Parameter;
 /// follows from the choices alone, so results do not depend on the number of threads. The host
 /// reads the scores to sort rows, also from a GPU.
 ///
-/// Experts take no adapters and cannot be quantised. Tensor-parallel ranks compute the same
-/// experts.
+/// [`Adapters`](fulgurite_engine::module::Adapters) may target projections, without dropout and
+/// magnitudes; each expert then has an adapter. Experts cannot be quantised. Tensor-parallel ranks
+/// compute the same experts.
 ///
 /// Under expert parallelism (`trainer.strategy.expert_parallel_size`) each rank has some of the
 /// experts. The forward and the backward are then collective over the ranks that have all of them

@@ -4,6 +4,7 @@ use candle_core::Tensor;
 
 use super::experts_config::{ExpertActivation, MixtureOfExpertsConfig};
 use super::experts_exchange::Exchange;
+use super::experts_lora::StackLora;
 use super::experts_router::{Choice, Router};
 use super::gradients::add_to;
 use super::kernels::activation::{gated, gated_backward};
@@ -13,7 +14,7 @@ use super::kv_cache::CachedTokens;
 use super::styles::ExpertStyles;
 use crate::backend::uses_cpu_kernels;
 use crate::{Error, Result};
-use fulgurite_engine::module::{Experts, ModuleBuilder};
+use fulgurite_engine::module::{Experts, ModuleBuilder, adapters_are_off};
 use fulgurite_engine::parameter::{Init, Parameter};
 
 /// A projection of all experts.
@@ -21,6 +22,7 @@ use fulgurite_engine::parameter::{Init, Parameter};
 struct Stack {
     weight: Parameter,
     bias: Option<Parameter>,
+    lora: Option<StackLora>,
 }
 
 impl Stack {
@@ -44,18 +46,62 @@ impl Stack {
         let bias = || b.parameter("bias", [count, outputs], Init::ZEROS);
         let bias = config.bias.then(bias).transpose()?;
         bias.iter().try_for_each(|bias| experts.add(bias))?;
-        Ok(Self { weight, bias })
+        let lora = StackLora::declare(b, experts, [inputs, outputs])?;
+        Ok(Self { weight, bias, lora })
     }
 
     fn parameters(&self) -> impl Iterator<Item = &Parameter> {
-        std::iter::once(&self.weight).chain(&self.bias)
+        let lora = self.lora.iter().flat_map(StackLora::parameters);
+        std::iter::once(&self.weight).chain(&self.bias).chain(lora)
     }
 
-    fn forward(&self, x: &Tensor, groups: &Groups) -> Result<Tensor> {
-        let y = grouped::linear(x, &self.weight.value()?, groups)?;
-        match &self.bias {
+    /// The adapters, unless they are off.
+    fn lora(&self, adapted: bool) -> Option<&StackLora> {
+        self.lora.as_ref().filter(|_| adapted)
+    }
+
+    fn forward(&self, x: &Tensor, groups: &Groups, adapted: bool) -> Result<Tensor> {
+        let mut y = grouped::linear(x, &self.weight.value()?, groups)?;
+        if let Some(bias) = &self.bias {
+            y = add_to(y, &grouped::spread(&bias.value()?, groups)?)?;
+        }
+        match self.lora(adapted) {
             None => Ok(y),
-            Some(bias) => add_to(y, &grouped::spread(&bias.value()?, groups)?),
+            Some(lora) => lora.add(y, x, groups),
+        }
+    }
+
+    /// The gradient behind the adapters' first product, for a gradient of the output.
+    fn inner_grad(&self, grad: &Tensor, groups: &Groups, adapted: bool) -> Result<Option<Tensor>> {
+        self.lora(adapted).map(|lora| lora.inner_grad(grad, groups)).transpose()
+    }
+
+    /// The gradient of the input of some stacks with the same input, for the gradients of their
+    /// outputs and [inner gradients](Self::inner_grad).
+    fn input_grad(stacks: &[(&Self, &Tensor, &Option<Tensor>)], groups: &Groups) -> Result<Tensor> {
+        let mut pairs = Vec::new();
+        for (stack, grad, inner) in stacks {
+            pairs.push(((*grad).clone(), stack.weight.value()?));
+            if let (Some(lora), Some(inner)) = (&stack.lora, inner) {
+                pairs.push((inner.clone(), lora.a()?));
+            }
+        }
+        let pairs: Vec<(&Tensor, &Tensor)> = pairs.iter().map(|(grad, w)| (grad, w)).collect();
+        grouped::input_grad(&pairs, groups)
+    }
+
+    /// Adds the gradients of weight and adapters, without ending their uses.
+    fn weight_grads(
+        &self,
+        x: &Tensor,
+        grad: &Tensor,
+        inner: &Option<Tensor>,
+        groups: &Groups,
+    ) -> Result<()> {
+        grouped::weight_grad(&self.weight, x, grad, groups)?;
+        match (&self.lora, inner) {
+            (Some(lora), Some(inner)) => lora.weight_grads(x, grad, inner, groups),
+            _ => Ok(()),
         }
     }
 }
@@ -128,6 +174,8 @@ pub(super) struct Mixed {
     /// The projections of the choices for this rank's experts, `[choices, intermediate]`.
     gate: Tensor,
     up: Tensor,
+    /// Whether the experts' adapters were on.
+    adapted: bool,
 }
 
 impl Mixed {
@@ -155,14 +203,15 @@ impl Mixed {
                 (Some(exchange), groups, received)
             }
         };
-        let gate = projections.gate.forward(&sorted, &groups)?;
-        let up = projections.up.forward(&sorted, &groups)?;
-        let y = projections.down.forward(&projections.hidden(&gate, &up)?, &groups)?;
+        let adapted = !adapters_are_off();
+        let gate = projections.gate.forward(&sorted, &groups, adapted)?;
+        let up = projections.up.forward(&sorted, &groups, adapted)?;
+        let y = projections.down.forward(&projections.hidden(&gate, &up)?, &groups, adapted)?;
         let y = exchange.as_ref().map_or(Ok(y.clone()), |exchange| exchange.back(&y))?;
         let factors = select(&choice.weights.flatten_all()?, &routing.choices)?;
         let y = grouped::sum_rows(&y, Some(&factors), &routing.places, routing.per_row)?;
         let received = exchange.is_some().then_some(sorted);
-        Ok((Self { choice, exchange, groups, received, gate, up }, y))
+        Ok((Self { choice, exchange, groups, received, gate, up, adapted }, y))
     }
 
     /// The tensors that memory is kept for.
@@ -190,7 +239,7 @@ impl Mixed {
         grad: &Tensor,
         wanted: bool,
     ) -> Result<(Option<Tensor>, Tensor)> {
-        let Self { choice, groups, gate, up, .. } = self;
+        let &Self { ref choice, ref groups, ref gate, ref up, adapted, .. } = self;
         let routing = &choice.routing;
         let Projections { gate: gates, up: ups, down: downs, .. } = projections;
         let factors = select(&choice.weights.flatten_all()?, &routing.choices)?;
@@ -198,10 +247,11 @@ impl Mixed {
         let grad = self.to_experts(select(grad, &routing.rows)?)?;
         // Recomputing the product is cheaper than saving it.
         let hidden = projections.hidden(gate, up)?;
-        let d = grouped::input_grad(&[(&grad, &downs.weight.value()?)], groups)?;
+        let inner = downs.inner_grad(&grad, groups, adapted)?;
+        let d = Stack::input_grad(&[(downs, &grad, &inner)], groups)?;
         let mut dweights = grouped::row_dots(&d, &hidden)?;
         let scaled = grouped::scale_rows(&hidden, &factors)?;
-        grouped::weight_grad(&downs.weight, &scaled, &grad, groups)?;
+        downs.weight_grads(&scaled, &grad, &inner, groups)?;
         if let Some(bias) = &downs.bias {
             let own = grouped::spread(&bias.value()?, groups)?;
             dweights = (dweights + grouped::row_dots(&grad, &own)?)?;
@@ -213,16 +263,17 @@ impl Mixed {
             Some(received) => received.clone(),
             None => select(x, &routing.rows)?,
         };
-        for (stack, d) in [(gates, &dgate), (ups, &dup)] {
-            grouped::weight_grad(&stack.weight, &sorted, d, groups)?;
+        let inner_gate = gates.inner_grad(&dgate, groups, adapted)?;
+        let inner_up = ups.inner_grad(&dup, groups, adapted)?;
+        let stacks = [(gates, &dgate, &inner_gate), (ups, &dup, &inner_up)];
+        for (stack, d, inner) in stacks {
+            stack.weight_grads(&sorted, d, inner, groups)?;
             stack.bias.iter().try_for_each(|bias| grouped::bias_grad(bias, d, groups))?;
         }
         let dx = match wanted {
             false => None,
             true => {
-                let (gate, up) = (gates.weight.value()?, ups.weight.value()?);
-                let dx = grouped::input_grad(&[(&dgate, &gate), (&dup, &up)], groups)?;
-                let dx = self.back(dx)?;
+                let dx = self.back(Stack::input_grad(&stacks, groups)?)?;
                 Some(grouped::sum_rows(&dx, None, &routing.places, routing.per_row)?)
             }
         };

@@ -55,6 +55,7 @@ mod experts_balance;
 mod experts_config;
 mod experts_exchange;
 mod experts_load;
+mod experts_lora;
 mod experts_mixed;
 mod experts_router;
 mod experts_shared;

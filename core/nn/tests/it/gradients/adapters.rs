@@ -1,5 +1,6 @@
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::Result;
+use fulgurite_core::autograd::storage;
 use fulgurite_core::execution::ExecutionContext;
 use fulgurite_core::module::{
     AdapterBias, Adapters, ForwardScope, Module, ModuleBuilder, ModuleInit, without_adapters,
@@ -97,6 +98,92 @@ fn linear_layers_and_blocks() {
     check_module(&["layer.v_proj"], &[2, 3, 5], |b| CausalSelfAttention::new(b, &attention));
     let config = MultiHeadAttentionConfig::new(4, 2);
     check_module(&["*_proj"], &[2, 3, 4], |b| MultiHeadAttention::new(b, &config));
+}
+
+/// Mixtures of experts with and without what each has beside its products.
+fn mixtures() -> [MixtureOfExpertsConfig; 2] {
+    let plain = MixtureOfExpertsConfig::new([4, 5], 4, 2);
+    let clamped = ClampedSwiGlu { alpha: 1.7, limit: 2.0 };
+    [
+        plain,
+        MixtureOfExpertsConfig {
+            bias: true,
+            activation: ExpertActivation::Clamped(clamped),
+            ..plain
+        },
+    ]
+}
+
+#[test]
+fn experts_have_adapters_of_their_own() {
+    for config in mixtures() {
+        for targets in [&["*_proj"][..], &["gate_proj"], &["down_proj"], &["experts"]] {
+            for shape in [&[2, 5, 4][..], &[1, 4]] {
+                let b = every(targets, 0.0);
+                let layer = MixtureOfExperts::new(&b.pp("layer"), &config).unwrap();
+                let params = Params::new(&b);
+                assert!(params.slots.iter().any(|p| p.is_adapter() && p.requires_grad()));
+                assert!(params.slots.iter().all(|p| p.is_adapter() == p.requires_grad()));
+                let x = randn("x", shape);
+                check(&[x.clone()], &params, &|x| layer.forward(&x[0]));
+
+                let off = without_adapters(|| layer.forward(&x)).unwrap();
+                let plain = ModuleBuilder::new(ModuleInit {
+                    dtype: DType::F64,
+                    compute_dtype: DType::F64,
+                    ..ModuleInit::default()
+                });
+                let base = MixtureOfExperts::new(&plain.pp("layer"), &config).unwrap();
+                let _of_base = Params::new(&plain);
+                assert_eq!(flat(&off), flat(&base.forward(&x).unwrap()));
+                assert_ne!(flat(&off), flat(&layer.forward(&x).unwrap()));
+            }
+        }
+    }
+}
+
+#[test]
+fn adapters_of_experts_are_sums_of_weights() {
+    for config in mixtures() {
+        let b = every(&["experts"], 0.0);
+        let layer = MixtureOfExperts::new(&b.pp("layer"), &config).unwrap();
+        let params = Params::new(&b);
+        let x = randn("x", &[7, 4]);
+        let adapted = layer.forward(&x).unwrap();
+        for name in ["gate_proj", "up_proj", "down_proj"] {
+            let find = |part: &str| {
+                let fqn = format!("layer.experts.{name}.{part}");
+                params.slots.iter().find(|slot| slot.fqn() == fqn).unwrap().parameter().clone()
+            };
+            let value = |part: &str| {
+                let parameter = find(part);
+                parameter.value().unwrap().reshape(parameter.global_shape()).unwrap()
+            };
+            let added = value("lora_B.weight").matmul(&value("lora_A.weight")).unwrap();
+            let merged = (value("weight") + (added * 1.5).unwrap()).unwrap();
+            storage::copy_from(&find("weight").value().unwrap(), &merged).unwrap();
+        }
+        let merged = without_adapters(|| layer.forward(&x)).unwrap();
+        for (adapted, merged) in flat(&adapted).iter().zip(flat(&merged)) {
+            assert!((adapted - merged).abs() < 1e-12, "{adapted} and {merged}");
+        }
+    }
+}
+
+#[test]
+fn experts_refuse_dropout_and_magnitudes() {
+    let error = |adapters: Adapters| {
+        let b = adapted(adapters, DType::F32);
+        MixtureOfExperts::new(&b.pp("layer"), &mixtures()[0]).unwrap_err().to_string()
+    };
+    let dora = error(Adapters { dora: true, ..Adapters::new(["experts"]) });
+    assert!(dora.contains("`layer.experts.gate_proj`"), "{dora}");
+    assert!(
+        dora.contains("have no magnitudes (DoRA); set `trainer.adapters.dora = false`"),
+        "{dora}"
+    );
+    let dropout = error(Adapters { dropout: 0.1, ..Adapters::new(["experts"]) });
+    assert!(dropout.contains("have no dropout; set `trainer.adapters.dropout = 0.0`"), "{dropout}");
 }
 
 #[test]
