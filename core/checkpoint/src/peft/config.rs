@@ -6,6 +6,8 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::super::weights::MAX_COMPANION;
+use super::experts::of_expert;
+use super::source::layer_of;
 use super::{ADAPTER_CONFIG, AdapterLabels};
 use crate::json::read_json;
 use crate::{Error, Result};
@@ -98,9 +100,16 @@ impl PeftConfig {
         let names =
             |patterns: &[String], path: &str| patterns.iter().any(|p| pattern_names(p, path));
         let own = tree.parameters().iter().filter(|p| p.is_adapter());
-        let mut layers: Vec<String> = own
-            .filter_map(|p| p.fqn().rfind(".lora_").map(|at| p.fqn()[..at].to_owned()))
-            .collect();
+        let mut layers: Vec<String> = Vec::new();
+        let mut stacks: BTreeSet<&str> = BTreeSet::new();
+        for parameter in own {
+            let Some(layer) = layer_of(parameter.fqn()) else { continue };
+            let is_stack = parameter.global_shape().len() == 3;
+            if is_stack {
+                stacks.insert(layer);
+            }
+            layers.push(if is_stack { of_expert(layer, 0) } else { layer.to_owned() });
+        }
         layers.dedup();
         let Adapters { targets, exclude, .. } = adapters;
         // To PEFT a pattern is the end of a layer's path. `*` is not special there, and layers
@@ -109,9 +118,10 @@ impl PeftConfig {
         let excluded = |path: &&String| names(targets, path) && any_pattern_matches(exclude, path);
         let left_out = tree.modules().keys().filter(excluded).all(|path| names(exclude, path));
         let as_they_are = plain(targets) && plain(exclude) && named && left_out;
-        let (targets, exclude) = match as_they_are {
-            true => (targets.clone(), exclude.clone()),
-            false => (layers, Vec::new()),
+        let (targets, exclude) = match (as_they_are, stacks.is_empty()) {
+            (true, _) => (targets.clone().into(), exclude.clone()),
+            (false, true) => (layers.into(), Vec::new()),
+            (false, false) => (expression(tree, &stacks).into(), Vec::new()),
         };
         let modules_to_save = saved_modules(adapters, tree);
         let bias = match adapters.bias {
@@ -137,7 +147,7 @@ impl PeftConfig {
             lora_dropout: adapters.dropout,
             use_rslora: adapters.rslora,
             use_dora: adapters.dora,
-            target_modules: targets.into(),
+            target_modules: targets,
             exclude_modules: exclude,
             modules_to_save,
             bias: bias.to_owned(),
@@ -293,6 +303,18 @@ fn saved_module<'p>(patterns: &[String], path: &'p str) -> Option<&'p str> {
     let ends = path.match_indices('.').map(|(end, _)| end).chain([path.len()]);
     let mut modules = ends.map(|end| &path[..end]);
     modules.find(|module| patterns.iter().any(|pattern| module.ends_with(pattern.as_str())))
+}
+
+/// The regular expression of all layers with an adapter. Experts are layers by themselves, or in
+/// `transformers` 5 a stack, whose path lacks their number.
+fn expression(tree: &ModuleTree, stacks: &BTreeSet<&str>) -> String {
+    let adapters = tree.parameters().iter().filter(|p| p.is_adapter());
+    let layers: BTreeSet<&str> = adapters.filter_map(|p| layer_of(p.fqn())).collect();
+    let path = |layer: &&str| match layer.rsplit_once('.').filter(|_| stacks.contains(layer)) {
+        Some((path, name)) => format!(r"{}\.(\d+\.)?{name}", path.replace('.', r"\.")),
+        None => layer.replace('.', r"\."),
+    };
+    layers.iter().map(path).collect::<Vec<_>>().join("|")
 }
 
 /// Whether modules that are trained whole share a weight.

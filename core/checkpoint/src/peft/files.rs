@@ -8,6 +8,8 @@ use candle_core::Tensor;
 use super::super::GatherOptions;
 use super::super::full::gather_cpu_state_dict;
 use super::super::save::on_rank_zero;
+use super::experts::of_expert;
+use super::source::layer_of;
 use super::{ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX, PeftConfig};
 use crate::{Error, Result};
 use fulgurite_engine::collective::ProcessGroup;
@@ -52,6 +54,7 @@ pub fn save_adapter(
                 tensors.insert(alias.to_owned(), shared);
             }
         }
+        let tensors = apart(tensors)?;
         let tensors =
             tensors.into_iter().map(|(fqn, tensor)| (peft_name(tree, &fqn), tensor)).collect();
         let config = PeftConfig::new(adapters, tree, labels);
@@ -64,6 +67,23 @@ pub fn save_adapter(
 pub(super) fn saved(tree: &ModuleTree) -> impl Iterator<Item = &Parameter> {
     let any = tree.parameters().iter().any(Parameter::is_adapter);
     tree.parameters().iter().filter(move |p| any && (p.is_adapter() || p.requires_grad()))
+}
+
+/// Returns the tensors with those of each expert by themselves.
+fn apart(tensors: HashMap<String, Tensor>) -> Result<HashMap<String, Tensor>> {
+    let mut all = HashMap::new();
+    for (fqn, tensor) in tensors {
+        match layer_of(&fqn).filter(|_| tensor.rank() == 3) {
+            None => drop(all.insert(fqn, tensor)),
+            Some(layer) => {
+                for expert in 0..tensor.dim(0)? {
+                    let name = format!("{}{}", of_expert(layer, expert), &fqn[layer.len()..]);
+                    all.insert(name, tensor.get(expert)?);
+                }
+            }
+        }
+    }
+    Ok(all)
 }
 
 /// Returns PEFT's name of a parameter. The bias of an adapted layer is one level deeper there.

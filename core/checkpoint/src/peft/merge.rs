@@ -5,6 +5,7 @@ use std::path::Path;
 use candle_core::{DType, Device, Tensor};
 
 use super::super::{TensorInfo, TensorSource, same_values};
+use super::experts::of_expert;
 use super::load::apart;
 use super::source::layer_of;
 use super::{ADAPTER_CONFIG, AdapterSource};
@@ -43,7 +44,8 @@ impl<'a> MergedModel<'a> {
     /// If the directory is not an adapter, has another scale for some layers, or does not fit the
     /// base. If a module that it changes shares its weight with another module of the base.
     pub fn new(base: &'a dyn TensorSource, adapter: &Path) -> Result<Self> {
-        let source = AdapterSource::open(adapter)?;
+        let is_stack = |name: &str| base.info(name).is_some_and(|info| info.shape.len() == 3);
+        let source = AdapterSource::open(adapter)?.with_stacks(is_stack);
         source.config().bias(&adapter.join(ADAPTER_CONFIG))?;
         let merged = Self { base, adapter: source, tied: TiedHead::of(base)? };
         for name in merged.adapter.names() {
@@ -149,8 +151,10 @@ impl<'a> MergedModel<'a> {
                 base.dtype
             ));
         }
-        let (rows, columns) = match base.shape[..] {
-            [rows, columns] => (rows, columns),
+        // Those of all experts are stacks.
+        let (experts, rows, columns) = match base.shape[..] {
+            [rows, columns] => (None, rows, columns),
+            [experts, rows, columns] => (Some(experts), rows, columns),
             _ => {
                 let shape = base.shape;
                 return self.fail(format!(
@@ -183,8 +187,9 @@ impl<'a> MergedModel<'a> {
                 pair.0, pair.1
             ));
         };
-        let fits = a.len() == 2 && a[1] == inputs && b[..] == [outputs, a[0]];
-        let rank = a.first().copied().unwrap_or(0);
+        let rank = a.iter().rev().nth(1).copied().unwrap_or(0);
+        let stack = |sizes: [usize; 2]| experts.into_iter().chain(sizes).collect::<Vec<_>>();
+        let fits = a == stack([rank, inputs]) && b == stack([outputs, rank]);
         let config = self.adapter.config();
         if !fits || rank == 0 || (rank != config.r && !config.has_rank_pattern()) {
             return self.fail(format!(
@@ -196,9 +201,10 @@ impl<'a> MergedModel<'a> {
             ));
         }
         let known = [pair.0, pair.1, MAGNITUDE].iter().any(|p| name == format!("{layer}.{p}"));
-        if known && config.targets(layer) == Some(false) {
+        let in_file = experts.map_or_else(|| layer.to_owned(), |_| of_expert(layer, 0));
+        if known && config.targets(&in_file) == Some(false) {
             return self.fail(format!(
-                "has `{name}`, and `target_modules` in {ADAPTER_CONFIG} names no layer `{layer}`, so that PEFT \
+                "has `{name}`, and `target_modules` in {ADAPTER_CONFIG} names no layer `{in_file}`, so that PEFT \
                  leaves it out; add the layer there, or remove the tensor"
             ));
         }
@@ -276,13 +282,18 @@ impl<'a> MergedModel<'a> {
         for (embedding, (a, b)) in [false, true].into_iter().zip(PAIRS) {
             let (a, b) = (format!("{layer}.{a}"), format!("{layer}.{b}"));
             let Some(of_a) = self.adapter.info(&a) else { continue };
-            let rank = of_a.shape[0];
+            // Stacks of experts have another dimension in front.
+            let first = of_a.shape.len() - 2;
+            let rank = of_a.shape[first];
             // The weight is [outputs, inputs]; an embedding's is [inputs, outputs].
-            let (outputs, inputs) = if embedding { (1, 0) } else { (0, 1) };
+            let (outputs, inputs) = if embedding { (1, 0) } else { (first, first + 1) };
             let part = |name: &str, sizes: [usize; 2], offsets: [usize; 2]| {
-                let region = Region { offsets: offsets.to_vec(), sizes: sizes.to_vec() };
+                let region = Region {
+                    offsets: [&region.offsets[..first], &offsets].concat(),
+                    sizes: [&region.sizes[..first], &sizes].concat(),
+                };
                 let values = self.adapter.read(name, &region, dtype, &Device::Cpu)?;
-                Ok::<_, Error>(values.reshape(&sizes[..])?)
+                Ok::<_, Error>(values.reshape(region.sizes)?)
             };
             let a = part(&a, [rank, region.sizes[inputs]], [0, region.offsets[inputs]])?;
             let b = part(&b, [region.sizes[outputs], rank], [region.offsets[outputs], 0])?;

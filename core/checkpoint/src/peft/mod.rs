@@ -2,6 +2,7 @@
 //! `adapter_config.json`.
 
 mod config;
+mod experts;
 mod files;
 mod load;
 mod merge;

@@ -6,6 +6,7 @@ use std::path::Path;
 use candle_core::{DType, Device, Tensor};
 
 use super::super::{SafetensorsSource, TensorInfo, TensorSource, TorchSource};
+use super::experts::{Files, joined, stack_of};
 use super::{ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX, PeftConfig};
 use crate::{Error, Result};
 use fulgurite_engine::module::Adapters;
@@ -18,7 +19,7 @@ const TORCH_MODEL: &str = "adapter_model.bin";
 pub struct AdapterSource {
     tensors: Box<dyn TensorSource>,
     /// Names in the file, by their names in the model.
-    names: BTreeMap<String, String>,
+    names: BTreeMap<String, Files>,
     /// The weights of adapted layers, which PEFT writes for embeddings and heads.
     base: BTreeSet<String>,
     config: PeftConfig,
@@ -39,7 +40,7 @@ impl AdapterSource {
             true => Box::new(TorchSource::open(dir.join(TORCH_MODEL))?),
             false => Box::new(SafetensorsSource::open(dir.join(ADAPTER_MODEL))?),
         };
-        let (mut names, mut base) = (BTreeMap::new(), BTreeSet::new());
+        let (mut names, mut base) = (BTreeMap::<String, Files>::new(), BTreeSet::new());
         for theirs in tensors.names() {
             let fail = |message: String| Err(Error::checkpoint(tensors.location(), message));
             let Some(ours) = theirs.strip_prefix(PREFIX) else {
@@ -57,11 +58,19 @@ impl AdapterSource {
             if theirs.contains(".base_layer.") {
                 base.insert(ours.clone());
             }
-            if let Some(other) = names.insert(ours.clone(), theirs.to_owned()) {
+            if let Some(other) = names.insert(ours.clone(), Files::One(theirs.to_owned())) {
+                let other = other.first();
                 return fail(format!("has `{other}` and `{theirs}`, which are both `{ours}`"));
             }
         }
         Ok(Self { tensors, names, base, config })
+    }
+
+    /// Joins the adapters of experts to stacks, for layers whose weight is one stack: `is_stack` is
+    /// asked with the weight's name.
+    pub(super) fn with_stacks(self, is_stack: impl Fn(&str) -> bool) -> Self {
+        let names = joined(self.names, &*self.tensors, is_stack);
+        Self { names, ..self }
     }
 
     /// The adapter's configuration.
@@ -72,7 +81,7 @@ impl AdapterSource {
     /// Returns the adapters to build a model with, so that it can be filled from this source.
     ///
     /// If a regular expression or `all-linear` selects the layers, they are the layers with
-    /// tensors.
+    /// tensors. Those of experts (`experts.3.up_proj`) are the layer that has all (`experts.up_proj`).
     ///
     /// # Errors
     /// If the ranks of layers differ, or `bias` is an unknown word.
@@ -92,7 +101,13 @@ impl AdapterSource {
             (Some(targets), Some(exclude)) => (targets, exclude),
             _ => (self.layers().into_iter().map(exactly).collect(), Vec::new()),
         };
+        for target in &mut targets {
+            if let Some((stack, _)) = stack_of(target) {
+                *target = stack;
+            }
+        }
         targets.sort();
+        targets.dedup();
         let saved: BTreeSet<&str> = self
             .others()
             .filter_map(|name| config.saved_module(name.rsplit_once('.').map_or("", |(p, _)| p)))
@@ -153,11 +168,13 @@ impl TensorSource for AdapterSource {
     }
 
     fn info(&self, name: &str) -> Option<TensorInfo> {
-        self.tensors.info(self.names.get(name)?)
+        self.names.get(name)?.info(&*self.tensors)
     }
 
     fn read(&self, name: &str, region: &Region, dtype: DType, device: &Device) -> Result<Tensor> {
-        let theirs = self.names.get(name).map_or(name, String::as_str);
-        self.tensors.read(theirs, region, dtype, device)
+        match self.names.get(name) {
+            Some(files) => files.read(&*self.tensors, region, dtype, device),
+            None => self.tensors.read(name, region, dtype, device),
+        }
     }
 }
