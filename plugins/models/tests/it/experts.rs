@@ -157,19 +157,12 @@ fn error_of(name: &str, init: ModuleInit) -> String {
 }
 
 #[test]
-fn experts_take_no_adapters_and_no_packed_weights() {
+fn routers_take_no_adapters_and_experts_no_packed_weights() {
     for name in ["mixtral", "qwen3_moe"] {
-        let adapters = |targets: &str| ModuleInit {
-            adapters: Some(Adapters::new([targets])),
-            ..ModuleInit::default()
-        };
-        for targets in ["*_proj", "experts", "gate"] {
-            let error = error_of(name, adapters(targets));
-            assert!(
-                ["takes no adapter", "takes an adapter"].iter().any(|what| error.contains(what)),
-                "{error}"
-            );
-        }
+        let adapters =
+            ModuleInit { adapters: Some(Adapters::new(["gate"])), ..ModuleInit::default() };
+        let error = error_of(name, adapters);
+        assert!(error.contains("takes no adapter"), "{error}");
         let quantization = Quantization::new(WeightFormat::Nf4 { block_size: 4 });
         let init = ModuleInit {
             quantization: Some(quantization),
