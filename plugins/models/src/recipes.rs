@@ -33,6 +33,7 @@ recipes![
     "full_single",
     "full_fsdp",
     "experts_fsdp",
+    "experts_lora",
     "lora_single",
     "lora_fsdp",
     "qlora",

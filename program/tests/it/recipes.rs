@@ -61,7 +61,7 @@ fn small(name: &str) -> Vec<String> {
             &["data.tokenizer=tokenizer.json", "data.chat_template=chatml", "data.seq_len=16"],
         ),
         "qlora" => (Some("llama_yarn"), &[TOKENS, "trainer.quantization.block_size=4"]),
-        "experts_fsdp" => (Some("mixtral_balanced"), &[TOKENS]),
+        "experts_fsdp" | "experts_lora" => (Some("mixtral_balanced"), &[TOKENS]),
         _ => (Some("llama_yarn"), &[TOKENS]),
     };
     let mut keys =

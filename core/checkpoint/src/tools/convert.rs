@@ -312,8 +312,13 @@ impl<'a> OutputSection<'a> {
                 let message = format!("`{other}` and `{name}` would both be called `{renamed}`");
                 return Err(Error::checkpoint(source.location(), message));
             }
+            // The factors of values that stay as they are: FP8 in the format of `transformers`.
+            let scaled = name.strip_suffix("_scale_inv").and_then(|scaled| source.info(scaled));
+            let is_scale = scaled.is_some_and(|scaled| loadable_dtype(scaled.dtype).is_none());
             let dtype = match (dtype, loadable_dtype(info.dtype)) {
-                (Some(wanted), Some(stored)) if stored.is_float() => Dtype::from(wanted),
+                (Some(wanted), Some(stored)) if stored.is_float() && !is_scale => {
+                    Dtype::from(wanted)
+                }
                 _ => info.dtype,
             };
             names.push(name.to_owned());

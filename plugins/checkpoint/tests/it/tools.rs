@@ -121,6 +121,7 @@ fn exotic(path: &Path, last: u8) {
     let tensors = [
         ("bytes", view(Dtype::I8, &[4, 2], &[0, 1, 2, 3, 4, 5, 6, 255])),
         ("eighths", view(Dtype::F8_E4M3, &[4, 2], &[8, 7, 6, 5, 4, 3, 2, 1])),
+        ("eighths_scale_inv", view(Dtype::F32, &[1], &[0, 0, 64, 63])),
         ("scale", view(Dtype::F8_E8M0, &[2], &[1, 2])),
         ("quarters", view(Dtype::F4, &[4, 4], &[1, 2, 3, 4, 5, 6, 7, 8])),
         ("wide", view(Dtype::F32, &[1], &[0, 0, 128, 63])),
@@ -142,7 +143,7 @@ fn values_of_any_dtype_are_copied() {
     {
         let to = converted(&path, temp.path(), &format!("to{i}"), to).unwrap();
         let comparison = compared(&path, &to).unwrap();
-        assert_eq!((comparison.same, comparison.differences.len()), (6, 0));
+        assert_eq!((comparison.same, comparison.differences.len()), (7, 0));
         let again = converted(&to, temp.path(), &format!("back{i}"), ConvertTarget::HuggingFace);
         let file = again.unwrap().join("model.safetensors");
         let (file, original) = (fs::read(file).unwrap(), fs::read(&path).unwrap());
@@ -164,13 +165,14 @@ fn values_of_any_dtype_are_copied() {
         "section": "model", "name": "words", "change": "bytes", "bytes": 1, "of": 4
     });
     assert_eq!(shown, expected);
-    // Converting to a dtype changes only supported tensors.
+    // Converting to a dtype changes only supported tensors, and not the factors of others.
     let dtype = Some(DType::BF16);
     let options = ConvertOptions { dtype, ..ConvertOptions::new(ConvertTarget::HuggingFace) };
     let to = converted_as(&path, temp.path(), "bf16", &options).unwrap();
     let source = open(to).unwrap();
     let dtype = |name| source.info(name).unwrap().dtype;
-    assert_eq!((dtype("wide"), dtype("eighths")), (Dtype::BF16, Dtype::F8_E4M3));
+    let kept = [dtype("eighths"), dtype("eighths_scale_inv")];
+    assert_eq!((dtype("wide"), kept), (Dtype::BF16, [Dtype::F8_E4M3, Dtype::F32]));
 }
 
 #[test]
