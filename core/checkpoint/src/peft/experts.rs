@@ -1,8 +1,8 @@
 //! The adapters of experts: stacks in a model, a layer for each expert in PEFT's files.
 //!
-//! A model has the adapters of `mlp.experts.up_proj` as one tensor each, `[experts, ..]`. Files
-//! have them as those of the layers `mlp.experts.0.up_proj`, `mlp.experts.1.up_proj`, …, which is
-//! where the experts of released models are.
+//! In a model, `A` and `B` of `mlp.experts.up_proj` are one tensor each, `[experts, ..]`. A file
+//! has them for the layers `mlp.experts.0.up_proj`, `mlp.experts.1.up_proj`, …, the paths of
+//! experts in released models.
 
 use std::collections::BTreeMap;
 
@@ -76,8 +76,8 @@ impl Files {
     }
 }
 
-/// Joins the tensors of experts to stacks, for layers whose weight is one stack (`is_stack`). Those
-/// that are not one for each expert from 0 on, in one shape, stay apart.
+/// Joins the tensors of experts to stacks, for layers whose weight is one stack (`is_stack`). They
+/// stay apart if one is missing or has another shape.
 pub(super) fn joined(
     names: BTreeMap<String, Files>,
     source: &dyn TensorSource,

@@ -69,7 +69,7 @@ pub(super) fn saved(tree: &ModuleTree) -> impl Iterator<Item = &Parameter> {
     tree.parameters().iter().filter(move |p| any && (p.is_adapter() || p.requires_grad()))
 }
 
-/// Returns the tensors with those of each expert by themselves.
+/// Returns the tensors, with stacks of experts cut into one tensor for each expert.
 fn apart(tensors: HashMap<String, Tensor>) -> Result<HashMap<String, Tensor>> {
     let mut all = HashMap::new();
     for (fqn, tensor) in tensors {

@@ -81,7 +81,8 @@ impl AdapterSource {
     /// Returns the adapters to build a model with, so that it can be filled from this source.
     ///
     /// If a regular expression or `all-linear` selects the layers, they are the layers with
-    /// tensors. Those of experts (`experts.3.up_proj`) are the layer that has all (`experts.up_proj`).
+    /// tensors. For layers of one expert (`experts.3.up_proj`) the layer of all is named
+    /// (`experts.up_proj`).
     ///
     /// # Errors
     /// If the ranks of layers differ, or `bias` is an unknown word.

@@ -3,7 +3,8 @@
 //! Attention with biases and a sink for each head, with a window in every other layer, YaRN, and a
 //! mixture of experts in each layer whose router and experts have biases. The softmax of the router
 //! is over a token's experts, and the experts have a clamped SwiGLU. Files hold gates and ups of
-//! all experts as one stack of transposed matrices with columns in turn; published ones are in MXFP4.
+//! all experts as one stack of transposed matrices with columns in turn. Published ones are in
+//! MXFP4.
 
 use fulgurite_error::Result;
 use fulgurite_nn::{ClampedSwiGlu, ExpertActivation, RopeScaling, RouterConfig};

@@ -65,7 +65,7 @@ impl WeightLayout {
         }
     }
 
-    /// The weights of a file are packed like this. Those of a model are saved plain.
+    /// The weights of a file are packed like this. A model's weights are saved plain.
     #[must_use]
     pub(crate) fn packed(mut self, packing: Option<Packing>) -> Self {
         self.packing = packing;

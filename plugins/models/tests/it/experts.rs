@@ -157,7 +157,7 @@ fn error_of(name: &str, init: ModuleInit) -> String {
 }
 
 #[test]
-fn routers_take_no_adapters_and_experts_no_packed_weights() {
+fn routers_and_experts_refuse_what_they_lack() {
     for name in ["mixtral", "qwen3_moe"] {
         let adapters =
             ModuleInit { adapters: Some(Adapters::new(["gate"])), ..ModuleInit::default() };

@@ -125,7 +125,7 @@ fn experts_have_adapters_of_their_own() {
                 assert!(params.slots.iter().any(|p| p.is_adapter() && p.requires_grad()));
                 assert!(params.slots.iter().all(|p| p.is_adapter() == p.requires_grad()));
                 let x = randn("x", shape);
-                check(&[x.clone()], &params, &|x| layer.forward(&x[0]));
+                check(std::slice::from_ref(&x), &params, &|x| layer.forward(&x[0]));
 
                 let off = without_adapters(|| layer.forward(&x)).unwrap();
                 let plain = ModuleBuilder::new(ModuleInit {
