@@ -135,7 +135,7 @@ fn other_configurations_are_refused_by_key() {
         (json!({ "initializer_range": "NaN" }), "`initializer_range`: expected a number"),
         (
             json!({ "quantization_config": { "quant_method": "bitsandbytes" } }),
-            "`quantization_config`: a model of type \"llama\" has no such key here",
+            "`quantization_config`: the weights are quantised by `bitsandbytes`, and only `mxfp4`",
         ),
         // Keys that change the results of other models.
         (json!({ "logits_scaling": 8.0 }), "`logits_scaling`: a model of type"),

@@ -263,6 +263,10 @@ impl<S: TensorSource> TensorSource for RenamedSource<S> {
         self.inner.read_into_unverified(self.inner_name(name)?, region, target)
     }
 
+    fn read_codes(&self, name: &str, region: &Region) -> Result<Vec<u8>> {
+        self.inner.read_codes(self.inner_name(name)?, region)
+    }
+
     fn read_stored(&self, name: &str) -> Result<Vec<u8>> {
         self.inner.read_stored(self.inner_name(name)?)
     }

@@ -34,7 +34,6 @@ pub trait TensorSource: Send + Sync {
     /// Reads the part `region` of the tensor `name`, as `dtype` on `device`.
     ///
     /// The values are flat in the region's row-major order. Only the bytes of the region are read.
-    /// As [`DType::U8`], values of 8 bits that candle does not support (F8, I8) are their bytes.
     ///
     /// # Errors
     /// If the name is unknown, the region is not inside the tensor's shape, or the bytes are
@@ -58,6 +57,17 @@ pub trait TensorSource: Send + Sync {
     /// As [`read`](Self::read), without errors about checksums.
     fn read_into_unverified(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
         self.read_into(name, region, target)
+    }
+
+    /// Returns the stored bytes of the part `region` of a tensor whose elements have 8 bits, such as
+    /// F8. They are in the order of [`read`](Self::read).
+    ///
+    /// # Errors
+    /// As [`read`](Self::read); if elements have another size, or this source reads values only.
+    fn read_codes(&self, name: &str, region: &Region) -> Result<Vec<u8>> {
+        let _ = region;
+        let message = format!("tensor `{name}`: its bytes cannot be read here");
+        Err(Error::checkpoint(self.location(), message))
     }
 
     /// Returns the stored bytes of a whole tensor of any dtype, even if candle does not support it.
@@ -143,6 +153,10 @@ macro_rules! forward {
                 target: &Tensor,
             ) -> Result<()> {
                 (**self).read_into_unverified(name, region, target)
+            }
+
+            fn read_codes(&self, name: &str, region: &Region) -> Result<Vec<u8>> {
+                (**self).read_codes(name, region)
             }
 
             fn read_stored(&self, name: &str) -> Result<Vec<u8>> {

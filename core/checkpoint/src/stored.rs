@@ -207,17 +207,22 @@ impl StoredTensors {
 
     /// Finds the tensor `name` and the dtype to read it in. Checks that `region` is inside the
     /// tensor.
-    fn find(&self, name: &str, region: &Region, wanted: DType) -> Result<(&StoredTensor, DType)> {
+    fn find(&self, name: &str, region: &Region) -> Result<(&StoredTensor, DType)> {
+        let tensor = self.part_of(name, region)?;
+        match loadable_dtype(tensor.dtype) {
+            Some(dtype) => Ok((tensor, dtype)),
+            None => self.fail(name, format!("values of dtype {} cannot be loaded", tensor.dtype)),
+        }
+    }
+
+    /// Finds the tensor `name`. Checks that `region` is inside it.
+    fn part_of(&self, name: &str, region: &Region) -> Result<&StoredTensor> {
         let Some(tensor) = self.tensors.get(name) else {
             return self.fail(name, "there is none of this name");
         };
-        if let Err(message) = check_bounds(&tensor.shape, region) {
-            return self.fail(name, message);
-        }
-        match loadable_dtype(tensor.dtype) {
-            Some(dtype) => Ok((tensor, dtype)),
-            None if wanted == DType::U8 && tensor.dtype.bitsize() == 8 => Ok((tensor, DType::U8)),
-            None => self.fail(name, format!("values of dtype {} cannot be loaded", tensor.dtype)),
+        match check_bounds(&tensor.shape, region) {
+            Ok(()) => Ok(tensor),
+            Err(message) => self.fail(name, message),
         }
     }
 
@@ -264,7 +269,7 @@ impl StoredTensors {
         device: &Device,
         verify: bool,
     ) -> Result<Tensor> {
-        let (tensor, stored) = self.find(name, region, dtype)?;
+        let (tensor, stored) = self.find(name, region)?;
         let values = Tensor::zeros(region.elem_count(), stored, &Device::Cpu)?;
         let read = |out: &mut [u8]| self.read_bytes(name, tensor, region, out, verify);
         storage::with_bytes_mut(&values, read)??;
@@ -273,7 +278,7 @@ impl StoredTensors {
     }
 
     fn fill(&self, name: &str, region: &Region, target: &Tensor, verify: bool) -> Result<()> {
-        let (tensor, stored) = self.find(name, region, target.dtype())?;
+        let (tensor, stored) = self.find(name, region)?;
         if target.elem_count() != region.elem_count() {
             let n = target.elem_count();
             return self
@@ -312,6 +317,16 @@ impl TensorSource for StoredTensors {
 
     fn read_into_unverified(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
         self.fill(name, region, target, false)
+    }
+
+    fn read_codes(&self, name: &str, region: &Region) -> Result<Vec<u8>> {
+        let tensor = self.part_of(name, region)?;
+        if tensor.dtype.bitsize() != 8 {
+            return self.fail(name, format!("values of dtype {} are no bytes", tensor.dtype));
+        }
+        let mut bytes = vec![0; region.elem_count()];
+        self.read_bytes(name, tensor, region, &mut bytes, self.verify)?;
+        Ok(bytes)
     }
 
     fn read_stored(&self, name: &str) -> Result<Vec<u8>> {

@@ -106,6 +106,10 @@ impl<S: TensorSource> TensorSource for UnpackedSource<S> {
         fulgurite_engine::autograd::storage::copy_from(target, &values)
     }
 
+    fn read_codes(&self, name: &str, region: &Region) -> Result<Vec<u8>> {
+        self.source.read_codes(name, region)
+    }
+
     fn read_stored(&self, name: &str) -> Result<Vec<u8>> {
         match self.packed.contains_key(name) {
             true => loaded_bytes(self, name),

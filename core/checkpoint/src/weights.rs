@@ -298,6 +298,10 @@ impl TensorSource for SafetensorsSource {
         self.tensors.read_into_unverified(name, region, target)
     }
 
+    fn read_codes(&self, name: &str, region: &Region) -> Result<Vec<u8>> {
+        self.tensors.read_codes(name, region)
+    }
+
     fn read_stored(&self, name: &str) -> Result<Vec<u8>> {
         self.tensors.read_stored(name)
     }

@@ -55,25 +55,20 @@ impl Stack {
         std::iter::once(&self.weight).chain(&self.bias).chain(lora)
     }
 
-    /// The adapters, unless they are off.
-    fn lora(&self, adapted: bool) -> Option<&StackLora> {
-        self.lora.as_ref().filter(|_| adapted)
-    }
-
-    fn forward(&self, x: &Tensor, groups: &Groups, adapted: bool) -> Result<Tensor> {
+    fn forward(&self, x: &Tensor, groups: &Groups) -> Result<Tensor> {
         let mut y = grouped::linear(x, &self.weight.value()?, groups)?;
         if let Some(bias) = &self.bias {
             y = add_to(y, &grouped::spread(&bias.value()?, groups)?)?;
         }
-        match self.lora(adapted) {
+        match self.lora.as_ref().filter(|_| !adapters_are_off()) {
             None => Ok(y),
             Some(lora) => lora.add(y, x, groups),
         }
     }
 
     /// The gradient behind the adapters' first product, for a gradient of the output.
-    fn inner_grad(&self, grad: &Tensor, groups: &Groups, adapted: bool) -> Result<Option<Tensor>> {
-        self.lora(adapted).map(|lora| lora.inner_grad(grad, groups)).transpose()
+    fn inner_grad(&self, grad: &Tensor, groups: &Groups) -> Result<Option<Tensor>> {
+        self.lora.as_ref().map(|lora| lora.inner_grad(grad, groups)).transpose()
     }
 
     /// The gradient of the input of some stacks with the same input, for the gradients of their
@@ -174,8 +169,6 @@ pub(super) struct Mixed {
     /// The projections of the choices for this rank's experts, `[choices, intermediate]`.
     gate: Tensor,
     up: Tensor,
-    /// Whether the experts' adapters were on.
-    adapted: bool,
 }
 
 impl Mixed {
@@ -203,15 +196,14 @@ impl Mixed {
                 (Some(exchange), groups, received)
             }
         };
-        let adapted = !adapters_are_off();
-        let gate = projections.gate.forward(&sorted, &groups, adapted)?;
-        let up = projections.up.forward(&sorted, &groups, adapted)?;
-        let y = projections.down.forward(&projections.hidden(&gate, &up)?, &groups, adapted)?;
+        let gate = projections.gate.forward(&sorted, &groups)?;
+        let up = projections.up.forward(&sorted, &groups)?;
+        let y = projections.down.forward(&projections.hidden(&gate, &up)?, &groups)?;
         let y = exchange.as_ref().map_or(Ok(y.clone()), |exchange| exchange.back(&y))?;
         let factors = select(&choice.weights.flatten_all()?, &routing.choices)?;
         let y = grouped::sum_rows(&y, Some(&factors), &routing.places, routing.per_row)?;
         let received = exchange.is_some().then_some(sorted);
-        Ok((Self { choice, exchange, groups, received, gate, up, adapted }, y))
+        Ok((Self { choice, exchange, groups, received, gate, up }, y))
     }
 
     /// The tensors that memory is kept for.
@@ -239,7 +231,7 @@ impl Mixed {
         grad: &Tensor,
         wanted: bool,
     ) -> Result<(Option<Tensor>, Tensor)> {
-        let &Self { ref choice, ref groups, ref gate, ref up, adapted, .. } = self;
+        let Self { choice, groups, gate, up, .. } = self;
         let routing = &choice.routing;
         let Projections { gate: gates, up: ups, down: downs, .. } = projections;
         let factors = select(&choice.weights.flatten_all()?, &routing.choices)?;
@@ -247,7 +239,7 @@ impl Mixed {
         let grad = self.to_experts(select(grad, &routing.rows)?)?;
         // Recomputing the product is cheaper than saving it.
         let hidden = projections.hidden(gate, up)?;
-        let inner = downs.inner_grad(&grad, groups, adapted)?;
+        let inner = downs.inner_grad(&grad, groups)?;
         let d = Stack::input_grad(&[(downs, &grad, &inner)], groups)?;
         let mut dweights = grouped::row_dots(&d, &hidden)?;
         let scaled = grouped::scale_rows(&hidden, &factors)?;
@@ -263,8 +255,8 @@ impl Mixed {
             Some(received) => received.clone(),
             None => select(x, &routing.rows)?,
         };
-        let inner_gate = gates.inner_grad(&dgate, groups, adapted)?;
-        let inner_up = ups.inner_grad(&dup, groups, adapted)?;
+        let inner_gate = gates.inner_grad(&dgate, groups)?;
+        let inner_up = ups.inner_grad(&dup, groups)?;
         let stacks = [(gates, &dgate, &inner_gate), (ups, &dup, &inner_up)];
         for (stack, d, inner) in stacks {
             stack.weight_grads(&sorted, d, inner, groups)?;

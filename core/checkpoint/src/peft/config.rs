@@ -6,13 +6,12 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::super::weights::MAX_COMPANION;
-use super::experts::of_expert;
 use super::source::layer_of;
 use super::{ADAPTER_CONFIG, AdapterLabels};
 use crate::json::read_json;
 use crate::{Error, Result};
 use fulgurite_engine::module::{
-    AdapterBias, Adapters, ModuleTree, any_pattern_matches, pattern_names,
+    AdapterBias, Adapters, ModuleTree, any_pattern_matches, expert_path, pattern_names,
 };
 
 /// Keys of `adapter_config.json` that do not change the output of a trained adapter.
@@ -108,7 +107,7 @@ impl PeftConfig {
             if is_stack {
                 stacks.insert(layer);
             }
-            layers.push(if is_stack { of_expert(layer, 0) } else { layer.to_owned() });
+            layers.push(if is_stack { expert_path(layer, 0) } else { layer.to_owned() });
         }
         layers.dedup();
         let Adapters { targets, exclude, .. } = adapters;

@@ -8,12 +8,11 @@ use candle_core::Tensor;
 use super::super::GatherOptions;
 use super::super::full::gather_cpu_state_dict;
 use super::super::save::on_rank_zero;
-use super::experts::of_expert;
 use super::source::layer_of;
 use super::{ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX, PeftConfig};
 use crate::{Error, Result};
 use fulgurite_engine::collective::ProcessGroup;
-use fulgurite_engine::module::{Adapters, ModuleTree};
+use fulgurite_engine::module::{Adapters, ModuleTree, expert_path};
 use fulgurite_engine::parameter::Parameter;
 
 /// What an adapter's configuration says of its model.
@@ -77,7 +76,7 @@ fn apart(tensors: HashMap<String, Tensor>) -> Result<HashMap<String, Tensor>> {
             None => drop(all.insert(fqn, tensor)),
             Some(layer) => {
                 for expert in 0..tensor.dim(0)? {
-                    let name = format!("{}{}", of_expert(layer, expert), &fqn[layer.len()..]);
+                    let name = format!("{}{}", expert_path(layer, expert), &fqn[layer.len()..]);
                     all.insert(name, tensor.get(expert)?);
                 }
             }

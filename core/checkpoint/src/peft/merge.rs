@@ -5,7 +5,6 @@ use std::path::Path;
 use candle_core::{DType, Device, Tensor};
 
 use super::super::{TensorInfo, TensorSource, same_values};
-use super::experts::of_expert;
 use super::load::apart;
 use super::source::layer_of;
 use super::{ADAPTER_CONFIG, AdapterSource};
@@ -17,6 +16,7 @@ use crate::stored::loadable_dtype;
 use crate::weights::MAX_COMPANION;
 use crate::{Error, Result};
 use fulgurite_engine::autograd::storage::with_bytes;
+use fulgurite_engine::module::expert_path;
 use fulgurite_engine::shard::Region;
 
 /// Suffix of an adapter's magnitudes, after the layer's path.
@@ -45,7 +45,7 @@ impl<'a> MergedModel<'a> {
     /// base. If a module that it changes shares its weight with another module of the base.
     pub fn new(base: &'a dyn TensorSource, adapter: &Path) -> Result<Self> {
         let is_stack = |name: &str| base.info(name).is_some_and(|info| info.shape.len() == 3);
-        let source = AdapterSource::open(adapter)?.with_stacks(is_stack);
+        let source = AdapterSource::open(adapter)?.with_stacks(is_stack)?;
         source.config().bias(&adapter.join(ADAPTER_CONFIG))?;
         let merged = Self { base, adapter: source, tied: TiedHead::of(base)? };
         for name in merged.adapter.names() {
@@ -154,7 +154,9 @@ impl<'a> MergedModel<'a> {
         // Those of all experts are stacks.
         let (experts, rows, columns) = match base.shape[..] {
             [rows, columns] => (None, rows, columns),
-            [experts, rows, columns] => (Some(experts), rows, columns),
+            [experts, rows, columns] if self.adapter.is_stack(name) => {
+                (Some(experts), rows, columns)
+            }
             _ => {
                 let shape = base.shape;
                 return self.fail(format!(
@@ -175,6 +177,11 @@ impl<'a> MergedModel<'a> {
         if is_embedding && self.adapter.info(&magnitude).is_some() {
             return self.fail(format!(
                 "has magnitudes (DoRA) of the embedding `{target}`; only those of linear layers can be merged"
+            ));
+        }
+        if experts.is_some() && (is_embedding || has_magnitude) {
+            return self.fail(format!(
+                "has `{name}`; for `{target}`, the weights of all experts, only plain LoRA can be merged"
             ));
         }
         // A weight is [outputs, inputs]; an embedding's is [inputs, outputs].
@@ -201,7 +208,7 @@ impl<'a> MergedModel<'a> {
             ));
         }
         let known = [pair.0, pair.1, MAGNITUDE].iter().any(|p| name == format!("{layer}.{p}"));
-        let in_file = experts.map_or_else(|| layer.to_owned(), |_| of_expert(layer, 0));
+        let in_file = experts.map_or_else(|| layer.to_owned(), |_| expert_path(layer, 0));
         if known && config.targets(&in_file) == Some(false) {
             return self.fail(format!(
                 "has `{name}`, and `target_modules` in {ADAPTER_CONFIG} names no layer `{in_file}`, so that PEFT \

@@ -6,10 +6,10 @@ use std::path::Path;
 use candle_core::{DType, Device, Tensor};
 
 use super::super::{SafetensorsSource, TensorInfo, TensorSource, TorchSource};
-use super::experts::{Files, joined, stack_of};
+use super::experts::{Files, joined};
 use super::{ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX, PeftConfig};
 use crate::{Error, Result};
-use fulgurite_engine::module::Adapters;
+use fulgurite_engine::module::{Adapters, expert_stack};
 use fulgurite_engine::shard::Region;
 
 /// The tensor file of adapters from older versions of PEFT.
@@ -68,9 +68,17 @@ impl AdapterSource {
 
     /// Joins the adapters of experts to stacks, for layers whose weight is one stack: `is_stack` is
     /// asked with the weight's name.
-    pub(super) fn with_stacks(self, is_stack: impl Fn(&str) -> bool) -> Self {
-        let names = joined(self.names, &*self.tensors, is_stack);
-        Self { names, ..self }
+    ///
+    /// # Errors
+    /// If the adapters of a stack are not of all its experts, in one shape.
+    pub(super) fn with_stacks(self, is_stack: impl Fn(&str) -> bool) -> Result<Self> {
+        let names = joined(self.names, &*self.tensors, is_stack)?;
+        Ok(Self { names, ..self })
+    }
+
+    /// Whether a tensor is joined of those of experts.
+    pub(super) fn is_stack(&self, name: &str) -> bool {
+        matches!(self.names.get(name), Some(Files::Experts(_)))
     }
 
     /// The adapter's configuration.
@@ -103,7 +111,7 @@ impl AdapterSource {
             _ => (self.layers().into_iter().map(exactly).collect(), Vec::new()),
         };
         for target in &mut targets {
-            if let Some((stack, _)) = stack_of(target) {
+            if let Some((stack, _)) = expert_stack(target) {
                 *target = stack;
             }
         }

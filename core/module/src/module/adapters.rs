@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use super::experts::expert_stack;
 use super::heads;
 use super::pattern::{
     PATTERN_HELP, any_pattern_matches, check_pattern, idle_pattern, pattern_matches, pattern_names,
@@ -124,7 +125,13 @@ impl Adapters {
 
     /// Whether the layer at this path should have an adapter.
     pub(crate) fn targets(&self, path: &str) -> bool {
-        any_pattern_matches(&self.targets, path) && !any_pattern_matches(&self.exclude, path)
+        // The layers of experts are named together, too.
+        let stack = expert_stack(path);
+        let any = |patterns: &[String]| {
+            any_pattern_matches(patterns, path)
+                || stack.as_ref().is_some_and(|(stack, _)| any_pattern_matches(patterns, stack))
+        };
+        any(&self.targets) && !any(&self.exclude)
     }
 
     /// Whether the linear layer at this path should have an adapter.
@@ -190,7 +197,7 @@ impl Adapters {
             let mut names: Vec<&str> = tree
                 .modules()
                 .iter()
-                .filter(|(_, info)| ["Linear", "Embedding"].contains(&info.kind))
+                .filter(|(_, info)| ["Linear", "Embedding", "Experts"].contains(&info.kind))
                 .map(|(path, _)| path.rsplit_once('.').map_or(path.as_str(), |(_, name)| name))
                 .collect();
             names.sort_unstable();
@@ -208,8 +215,11 @@ impl Adapters {
             )));
         }
         let paths = tree.modules().keys().map(String::as_str);
+        let stacks: BTreeSet<String> =
+            paths.clone().filter_map(expert_stack).map(|(stack, _)| stack).collect();
+        let named = paths.clone().chain(stacks.iter().map(String::as_str));
         for (key, patterns) in [("targets", &self.targets), ("exclude", &self.exclude)] {
-            if let Some(pattern) = idle_pattern(patterns, paths.clone()) {
+            if let Some(pattern) = idle_pattern(patterns, named.clone()) {
                 return Err(Error::Config(format!(
                     "`trainer.adapters.{key}`: no layer of the model matches `{pattern}`. {PATTERN_HELP}. Of the \
                      layers that take an adapter {}",
@@ -232,7 +242,7 @@ impl Adapters {
                 path,
                 format!(
                     "is named by `trainer.adapters.targets` and takes no adapter: it is of the kind {}; name \
-                     layers of the kinds Linear (with a weight of its own) and Embedding, of which {}, or \
+                     layers of the kinds Linear (with a weight of its own), Embedding and Experts, of which {}, or \
                      leave it out with `trainer.adapters.exclude`",
                     info.kind,
                     kinds()

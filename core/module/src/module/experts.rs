@@ -9,6 +9,25 @@ use fulgurite_collective::collective::ProcessGroup;
 use fulgurite_collective::mesh::DeviceMesh;
 use fulgurite_collective::shard::{Cut, Placement};
 
+/// The path of the layer of one expert, for that of the layer that holds all: of
+/// `mlp.experts.up_proj` the third is `mlp.experts.2.up_proj`.
+pub fn expert_path(stack: &str, expert: usize) -> String {
+    match stack.rsplit_once('.') {
+        Some((path, name)) => format!("{path}.{expert}.{name}"),
+        None => format!("{expert}.{stack}"),
+    }
+}
+
+/// The reverse of [`expert_path`]: the layer that holds all experts, and the expert. Its path is in
+/// `experts`.
+pub fn expert_stack(path: &str) -> Option<(String, usize)> {
+    let (path, name) = path.rsplit_once('.')?;
+    let (path, number) = path.rsplit_once('.')?;
+    let is_experts = path.rsplit('.').next() == Some("experts");
+    let expert: usize = number.parse().ok().filter(|_| is_experts)?;
+    (expert.to_string() == number).then(|| (format!("{path}.{name}"), expert))
+}
+
 /// The experts of a layer ([`ModuleBuilder::experts`](super::ModuleBuilder::experts)). Clones share
 /// the record.
 ///

@@ -36,7 +36,7 @@ pub use adapters::{AdapterBias, Adapters, adapters_are_off, without_adapters};
 pub use after_step::AfterStep;
 pub use builder::{ModuleBuilder, ModuleInit};
 pub use dtypes::{ModuleDtype, innermost_match};
-pub use experts::Experts;
+pub use experts::{Experts, expert_path, expert_stack};
 pub use forward::{BatchRanks, ForwardScope};
 pub use fully_shard::{FullyShard, Reshard, layers_or_names};
 pub use layer::{CandleModule, Module};

@@ -426,7 +426,6 @@ pub(crate) const FOREIGN: &[&str] = &[
     "alibi",
     "relative_attention",
     "add_cross_attention",
-    "quantization_config",
     "use_bidirectional_attention",
 ];
 

@@ -58,7 +58,11 @@ impl<S: TensorSource> Packed<S> {
                 _ => None,
             };
             let Some((name, info)) = found else { continue };
-            match weight(&source, packing, name, codes, &info) {
+            let weight = match name != codes && source.info(name).is_some() {
+                true => Err("is there plain and in MXFP4".to_owned()),
+                false => weight(&source, packing, name, codes, &info),
+            };
+            match weight {
                 Ok(weight) => drop(weights.insert(name.to_owned(), weight)),
                 Err(reason) => drop(unreadable.insert(name.to_owned(), reason)),
             }
@@ -66,33 +70,31 @@ impl<S: TensorSource> Packed<S> {
         Self { source, weights, unreadable }
     }
 
-    /// Reads a part of the codes or the scales.
-    fn part(&self, name: &str, region: &Region, dtype: DType) -> Result<Tensor> {
-        Ok(self.source.read(name, region, dtype, &Device::Cpu)?.flatten_all()?)
-    }
-
-    /// Reads the region of stacks of transposed matrices: its rows are columns of the codes.
-    fn read_mxfp4(&self, weight: &Weight, region: &Region) -> Result<Tensor> {
-        let last = region.sizes.len() - 1;
-        let (start, len) = (region.offsets[last - 1], region.sizes[last - 1]);
+    /// Reads the region of a stack of transposed matrices, one after the other: its rows are columns
+    /// of the codes.
+    fn read_mxfp4(&self, weight: &Weight, region: &Region, dtype: DType) -> Result<Tensor> {
+        let (start, len) = (region.offsets[1], region.sizes[1]);
         let first = start / BLOCK;
         let blocks = (start + len).div_ceil(BLOCK) - first;
-        let mut of_codes = region.clone();
-        (of_codes.offsets[last - 1], of_codes.sizes[last - 1]) =
-            (region.offsets[last], region.sizes[last]);
-        (of_codes.offsets[last], of_codes.sizes[last]) = (first, blocks);
-        let exponents = self.part(&weight.scales, &of_codes, DType::U8)?;
-        let mut shape = of_codes.sizes.clone();
-        of_codes.offsets.push(0);
-        of_codes.sizes.push(BLOCK_BYTES);
-        let codes = self.part(&weight.codes, &of_codes, DType::U8)?;
-        let values = storage::with_bytes(&codes, |codes| {
-            storage::with_bytes(&exponents, |exponents| unpack_mxfp4(codes, exponents))
-        })??;
-        shape[last] = blocks * BLOCK;
-        let values = Tensor::from_vec(values, shape, &Device::Cpu)?;
-        let values = values.narrow(last, start - first * BLOCK, len)?;
-        Ok(values.transpose(last - 1, last)?.contiguous()?.flatten_all()?)
+        let matrix = |expert: usize| -> Result<Tensor> {
+            let rows = (region.offsets[2], region.sizes[2]);
+            let mut part =
+                Region { offsets: vec![expert, rows.0, first], sizes: vec![1, rows.1, blocks] };
+            let exponents = self.source.read_codes(&weight.scales, &part)?;
+            part.offsets.push(0);
+            part.sizes.push(BLOCK_BYTES);
+            let codes = self.source.read_codes(&weight.codes, &part)?;
+            let values = unpack_mxfp4(&codes, &exponents);
+            let values = Tensor::from_vec(values, (rows.1, blocks * BLOCK), &Device::Cpu)?;
+            let values = values.narrow(1, start - first * BLOCK, len)?.t()?.contiguous()?;
+            Ok(values.flatten_all()?.to_dtype(dtype)?)
+        };
+        let experts = region.offsets[0]..region.offsets[0] + region.sizes[0];
+        let matrices = experts.map(matrix).collect::<Result<Vec<_>>>()?;
+        match matrices.as_slice() {
+            [] => Ok(Tensor::zeros(0, dtype, &Device::Cpu)?),
+            matrices => Ok(Tensor::cat(matrices, 0)?),
+        }
     }
 
     fn read_fp8(
@@ -101,7 +103,7 @@ impl<S: TensorSource> Packed<S> {
         block: Option<[usize; 2]>,
         region: &Region,
     ) -> Result<Tensor> {
-        let codes = self.part(&weight.codes, region, DType::U8)?;
+        let codes = self.source.read_codes(&weight.codes, region)?;
         let of_scales = match block {
             None => {
                 Region::full(&self.source.info(&weight.scales).map(|i| i.shape).unwrap_or_default())
@@ -118,10 +120,9 @@ impl<S: TensorSource> Packed<S> {
                 of_scales
             }
         };
-        let scales = self.part(&weight.scales, &of_scales, DType::F32)?;
+        let scales = self.source.read(&weight.scales, &of_scales, DType::F32, &Device::Cpu)?;
         let scales = fulgurite_engine::execution::read::host::<f32>(&scales)?;
-        let values =
-            storage::with_bytes(&codes, |codes| unpack_fp8(codes, &scales, block, region))?;
+        let values = unpack_fp8(&codes, &scales, block, region);
         let len = values.len();
         Ok(Tensor::from_vec(values, len, &Device::Cpu)?)
     }
@@ -137,24 +138,24 @@ fn weight(
 ) -> std::result::Result<Weight, String> {
     let Some(packing) = packing else {
         return Err(
-            "its values are in FP8, and config.json has no `quantization_config` that says \
-                    how they are scaled"
+            "is in FP8, and config.json has no `quantization_config` that says how it is scaled"
                 .to_owned(),
         );
     };
     let suffix = if packing == Packing::Mxfp4 { SCALES_SUFFIX } else { FACTORS_SUFFIX };
     let scales = format!("{name}{suffix}");
     let Some(found) = source.info(&scales) else {
-        return Err(format!("its scales `{scales}` are missing"));
+        return Err(format!("lacks its scales `{scales}`: download all files of the model"));
     };
     let shape = &info.shape;
     let (fits, unpacked) = match packing {
         Packing::Mxfp4 => match shape.as_slice() {
             [outer @ .., rows, blocks, BLOCK_BYTES]
-                if !outer.is_empty() && info.dtype == Dtype::U8 && found.dtype == Dtype::U8 =>
+                if outer.len() == 1 && info.dtype == Dtype::U8 && found.dtype == Dtype::U8 =>
             {
-                let unpacked = [outer, &[blocks * BLOCK, *rows]].concat();
-                (found.shape == shape[..shape.len() - 1], unpacked)
+                let columns = blocks.checked_mul(BLOCK);
+                let unpacked = [outer, &[columns.unwrap_or(0), *rows]].concat();
+                (columns.is_some() && found.shape == shape[..3], unpacked)
             }
             _ => (false, Vec::new()),
         },
@@ -170,7 +171,7 @@ fn weight(
     let is_float = [Dtype::F32, Dtype::BF16, Dtype::F16].contains(&found.dtype);
     if !fits || (packing != Packing::Mxfp4 && !is_float) {
         return Err(format!(
-            "its codes {} {shape:?} and scales {} {:?} do not belong together as `quantization_config` of \
+            "has codes {} {shape:?} and scales {} {:?}, which do not belong together as `quantization_config` of \
              config.json says",
             info.dtype, found.dtype, found.shape
         ));
@@ -266,7 +267,7 @@ impl<S: TensorSource> TensorSource for Packed<S> {
             return self.source.read(name, region, dtype, device);
         };
         let values = match weight.packing {
-            Packing::Mxfp4 => self.read_mxfp4(weight, region)?,
+            Packing::Mxfp4 => self.read_mxfp4(weight, region, dtype)?,
             Packing::Fp8 { block } => self.read_fp8(weight, block, region)?,
         };
         Ok(values.to_dtype(dtype)?.to_device(device)?)

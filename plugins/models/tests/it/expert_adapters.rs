@@ -185,5 +185,34 @@ fn incomplete_adapters_of_experts_are_named() {
     let base = fixture("qwen3_moe");
     let error = load(solo(), ALONE, config("qwen3_moe"), &base, Some(adapters), Some(temp.path()));
     let error = error.err().unwrap().to_string();
-    assert!(error.contains("mlp.experts.0.up_proj.lora_A.weight`, for which the model"), "{error}");
+    assert!(
+        error.contains("experts.4.up_proj.lora_A.weight`, and no such tensor of expert 3"),
+        "{error}"
+    );
+}
+
+#[test]
+fn stacks_take_plain_adapters_alone() {
+    let temp = tempfile::tempdir().unwrap();
+    let mut weights = tensors(ADAPTER, "adapter_model.safetensors");
+    let layers: Vec<String> = weights
+        .keys()
+        .filter_map(|name| name.strip_suffix(".lora_A.weight").map(str::to_owned))
+        .collect();
+    for layer in layers {
+        let outputs = weights[&format!("{layer}.lora_B.weight")].dim(0).unwrap();
+        let ones = Tensor::ones(outputs, DType::F32, &Device::Cpu).unwrap();
+        weights.insert(format!("{layer}.lora_magnitude_vector"), ones);
+    }
+    candle_core::safetensors::save(&weights, temp.path().join("adapter_model.safetensors"))
+        .unwrap();
+    let file = std::fs::read(fixture(ADAPTER).join("adapter_config.json")).unwrap();
+    let mut keys: serde_json::Value = serde_json::from_slice(&file).unwrap();
+    keys["use_dora"] = true.into();
+    std::fs::write(temp.path().join("adapter_config.json"), keys.to_string()).unwrap();
+    let layout = config("qwen3_moe").describe().unwrap().weights;
+    let base = checkpoint::open(fixture("qwen3_moe")).unwrap();
+    let stacks = MappedSource::new(&base, &layout).unwrap();
+    let error = MergedModel::new(&stacks, temp.path()).err().unwrap().to_string();
+    assert!(error.contains("only plain LoRA can be merged"), "{error}");
 }

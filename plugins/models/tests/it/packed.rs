@@ -86,7 +86,7 @@ fn scales_that_do_not_fit_are_named() {
         weights.remove(&format!("{path}_scales"));
     });
     let why = unreadable(config, &format!("{path}.weight"));
-    assert_eq!(why, format!("its scales `{path}_scales` are missing"));
+    assert_eq!(why, format!("lacks its scales `{path}_scales`: download all files of the model"));
 
     let query = "model.layers.0.self_attn.q_a_proj.weight";
     let fp8 = |keys: Value| changed("deepseek_v3_fp8", temp.path(), &keys, |_| ());
@@ -94,7 +94,7 @@ fn scales_that_do_not_fit_are_named() {
     assert!(why.contains("no `quantization_config`"), "{why}");
     let quantization = json!({ "quant_method": "fp8", "weight_block_size": [8, 8] });
     let why = unreadable(fp8(json!({ "quantization_config": quantization })), query);
-    assert!(why.contains("F8_E4M3 [12, 24] and scales F32 [3, 12] do not belong"), "{why}");
+    assert!(why.contains("F8_E4M3 [12, 24] and scales F32 [3, 12], which do not belong"), "{why}");
 }
 
 #[test]

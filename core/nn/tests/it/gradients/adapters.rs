@@ -142,6 +142,20 @@ fn experts_have_adapters_of_their_own() {
     }
 }
 
+/// Experts that are layers by themselves, as in a user's mixture.
+#[test]
+fn layers_of_experts_are_named_together() {
+    for targets in ["experts.up_proj", ".layer.experts.up_proj", "experts.*.up_proj"] {
+        let b = every(&[targets], 0.0);
+        for expert in 0..3 {
+            let path = format!("layer.experts.{expert}.up_proj");
+            Linear::new(&b.pp(&path), 4, 5).unwrap();
+        }
+        let tree = b.finish().unwrap();
+        assert_eq!(tree.trainable().count(), 6, "{targets}");
+    }
+}
+
 #[test]
 fn adapters_of_experts_are_sums_of_weights() {
     for config in mixtures() {
@@ -335,13 +349,13 @@ fn unsupported_targets_are_refused() {
         b.finish().map(drop).unwrap_err()
     };
     insta::assert_snapshot!(error(Adapters::new(["up_proj", "q_proj"])), @"`trainer.adapters.targets`: no layer of the model matches `q_proj`. A pattern names segments that follow each other anywhere in a path, and means everything under them too; `*` stands for any part of a segment, and a dot in front for the root. Of the layers that take an adapter they are called down_proj, embed, head, up_proj");
-    insta::assert_snapshot!(error(Adapters::new(["norm"])), @"module `norm`: is named by `trainer.adapters.targets` and takes no adapter: it is of the kind LayerNorm; name layers of the kinds Linear (with a weight of its own) and Embedding, of which they are called down_proj, embed, head, up_proj, or leave it out with `trainer.adapters.exclude`");
-    insta::assert_snapshot!(error(Adapters::new(["head"])), @"module `head`: is named by `trainer.adapters.targets` and takes no adapter: it is of the kind Linear; name layers of the kinds Linear (with a weight of its own) and Embedding, of which they are called down_proj, embed, head, up_proj, or leave it out with `trainer.adapters.exclude`");
+    insta::assert_snapshot!(error(Adapters::new(["norm"])), @"module `norm`: is named by `trainer.adapters.targets` and takes no adapter: it is of the kind LayerNorm; name layers of the kinds Linear (with a weight of its own), Embedding and Experts, of which they are called down_proj, embed, head, up_proj, or leave it out with `trainer.adapters.exclude`");
+    insta::assert_snapshot!(error(Adapters::new(["head"])), @"module `head`: is named by `trainer.adapters.targets` and takes no adapter: it is of the kind Linear; name layers of the kinds Linear (with a weight of its own), Embedding and Experts, of which they are called down_proj, embed, head, up_proj, or leave it out with `trainer.adapters.exclude`");
     let adapters = Adapters { exclude: vec!["down".into()], ..Adapters::new(["mlp.*"]) };
     insta::assert_snapshot!(error(adapters), @"`trainer.adapters.exclude`: no layer of the model matches `down`. A pattern names segments that follow each other anywhere in a path, and means everything under them too; `*` stands for any part of a segment, and a dot in front for the root. Of the layers that take an adapter they are called down_proj, embed, head, up_proj");
     let adapters = Adapters { modules_to_save: vec!["tail".into()], ..Adapters::new(["embed"]) };
     insta::assert_snapshot!(error(adapters), @"`trainer.adapters.modules_to_save`: no module with parameters matches `tail`. A pattern names segments that follow each other anywhere in a path, and means everything under them too; `*` stands for any part of a segment, and a dot in front for the root");
-    insta::assert_snapshot!(error(Adapters::new([".mlp.up_proj", ".head"])), @"module `head`: is named by `trainer.adapters.targets` and takes no adapter: it is of the kind Linear; name layers of the kinds Linear (with a weight of its own) and Embedding, of which they are called down_proj, embed, head, up_proj, or leave it out with `trainer.adapters.exclude`");
+    insta::assert_snapshot!(error(Adapters::new([".mlp.up_proj", ".head"])), @"module `head`: is named by `trainer.adapters.targets` and takes no adapter: it is of the kind Linear; name layers of the kinds Linear (with a weight of its own), Embedding and Experts, of which they are called down_proj, embed, head, up_proj, or leave it out with `trainer.adapters.exclude`");
     insta::assert_snapshot!(Adapters { rank: 0, ..Adapters::new(["a"]) }.validate().unwrap_err(), @"`trainer.adapters.rank`: must be at least 1, found 0");
     insta::assert_snapshot!(Adapters { dropout: 1.0, ..Adapters::new(["a"]) }.validate().unwrap_err(), @"`trainer.adapters.dropout`: must be in [0, 1), found 1");
     insta::assert_snapshot!(Adapters::new(["a..b"]).validate().unwrap_err(), @"`trainer.adapters.targets`: the pattern `a..b` has an empty segment");
