@@ -60,12 +60,7 @@ const OTHERS: &[(&str, &[&str])] = &[
     ("Open MPI", &["btl_vader_eager_limit"]),
     (
         "PEFT and transformers",
-        &[
-            "lora_bias",
-            "num_nextn_predict_layers",
-            "save_pretrained",
-            "trainable_token_indices",
-        ],
+        &["lora_bias", "num_nextn_predict_layers", "save_pretrained", "trainable_token_indices"],
     ),
     ("Python", &["IndexError", "__len__"]),
     (
