@@ -70,6 +70,7 @@ mod memory;
 mod names;
 mod narrow;
 mod open;
+mod packed;
 mod peft;
 mod rank_zero;
 mod save;
@@ -109,6 +110,7 @@ pub use manifest::{
 pub use memory::{TensorFn, TensorMap};
 pub use names::{NameRules, RenamedSource, clean_tensor_name};
 pub use open::{open, resolve_last};
+pub use packed::{PackedSource, Packing};
 pub use peft::{
     ADAPTER_CONFIG, ADAPTER_MODEL, AdapterLabels, AdapterSource, MergedModel, PeftConfig,
     load_adapter, save_adapter,

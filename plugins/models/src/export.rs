@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use fulgurite_checkpoint::TensorSource;
 use fulgurite_checkpoint::tools::ForeignLayout;
+use fulgurite_checkpoint::{Packing, TensorSource};
 use fulgurite_data::{ChatTemplate, TemplateOptions};
 use fulgurite_error::files::read_regular;
 use fulgurite_error::{Error, Result};
@@ -230,7 +230,7 @@ fn config_json(
     all.insert("model_type".to_owned(), config.model_type().into());
     all.remove("architectures");
     // Weights are saved plain.
-    all.remove("quantization_config");
+    all.remove(Packing::KEY);
     if let Some(class) = class_name(config.model_type(), module) {
         all.insert("architectures".to_owned(), json!([class]));
     }

@@ -29,7 +29,7 @@ struct Paths {
 /// Changes to the tensors.
 #[derive(Debug, Args)]
 struct Changes {
-    /// Convert the model's floating-point tensors
+    /// Convert the model's floating-point tensors; those in MXFP4 or FP8 are unpacked
     #[arg(long, value_enum)]
     dtype: Option<WeightType>,
     /// Leave the optimizer's state out

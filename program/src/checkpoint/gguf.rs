@@ -100,8 +100,12 @@ impl Request {
         }
         let input = open(&self.input)?;
         let model = describe(&input, options)?;
-        let choice =
-            WeightChoice { average: self.average, adapter: self.adapter.as_deref(), unpacks: true };
+        let choice = WeightChoice {
+            average: self.average,
+            adapter: self.adapter.as_deref(),
+            unpacks: true,
+            unpacks_published: true,
+        };
         let bar = Bar::new("converting", self.verbosity);
         with_weights(&input, choice, |weights| {
             let weights = model.named(weights)?;

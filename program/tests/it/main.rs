@@ -28,6 +28,7 @@ mod interop;
 #[cfg(feature = "models")]
 mod models;
 #[cfg(feature = "models")]
+mod packed;
 mod plan;
 #[cfg(feature = "models")]
 mod preference;

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use safetensors::Dtype;
 use serde::Serialize;
+use serde_json::Value;
 
 use super::super::full::{FilePlan, FullWriter, TensorMeta, plan_files};
 use super::super::manifest::Section;
@@ -14,8 +15,8 @@ use super::super::stored::loadable_dtype;
 use super::super::tensor_file::FileKind;
 use super::super::weights::MAX_COMPANION;
 use super::super::{
-    CheckpointIO, FileDigest, FullOptions, MergedModel, ModelConfig, ParameterFilter, SaveMeta,
-    TensorSource, UnpackedSource,
+    CheckpointIO, FileDigest, FullOptions, MergedModel, ModelConfig, PackedSource, Packing,
+    ParameterFilter, SaveMeta, TensorSource, UnpackedSource, read_json,
 };
 use super::average::AveragedModel;
 use super::progress::{Counter, Progress};
@@ -23,6 +24,9 @@ use super::{AnyCheckpoint, CheckpointKind, Rename, distribute, output};
 use crate::{Error, Result};
 use fulgurite_engine::shard::{Region, ShardSpec};
 use fulgurite_error::files::read_regular;
+
+/// A model's description in a Hugging Face directory.
+const CONFIG: &str = "config.json";
 
 /// The output format of a conversion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -98,6 +102,11 @@ impl ConvertOptions {
             overwrite: false,
         }
     }
+
+    /// Whether weights get other values or another dtype, which packed ones cannot have.
+    fn changes(&self) -> bool {
+        self.adapter.is_some() || self.dtype.is_some()
+    }
 }
 
 /// The checkpoint that was written.
@@ -168,11 +177,12 @@ pub fn convert(
         return Err(Error::other(message));
     }
     // Quantised weights are specific to Fulgurite, and cannot take adapters or other dtypes.
-    let changes = options.adapter.is_some() || options.dtype.is_some();
+    let changes = options.changes();
     let choice = WeightChoice {
         average: options.average,
         adapter: options.adapter.as_deref(),
         unpacks: changes || options.to == ConvertTarget::HuggingFace,
+        unpacks_published: changes,
     };
     with_weights(input, choice, |source| converted(input, source, io, name, options, progress))
 }
@@ -186,6 +196,8 @@ pub struct WeightChoice<'a> {
     pub adapter: Option<&'a Path>,
     /// Whether quantised weights are unpacked. Merging an adapter needs it.
     pub unpacks: bool,
+    /// Whether weights in the formats of published models are unpacked ([`Packing`]).
+    pub unpacks_published: bool,
 }
 
 /// Calls `use_weights` with the weights of a checkpoint's model. Not collective.
@@ -199,10 +211,25 @@ pub fn with_weights<T>(
 ) -> Result<T> {
     let averaged = choice.average.then(|| AveragedModel::new(input)).transpose()?;
     let source = averaged.as_ref().map_or(input.model(), |averaged| averaged as _);
+    let packing = if choice.unpacks_published { packing_of(input)? } else { None };
+    let published = packing.map(|packing| PackedSource::new(source, Some(packing)));
+    let source = published.as_ref().map_or(source, |published| published as _);
     let unpacked = choice.unpacks.then(|| UnpackedSource::new(source));
     let source = unpacked.as_ref().map_or(source, |unpacked| unpacked as _);
     let merged = choice.adapter.map(|dir| MergedModel::new(source, dir)).transpose()?;
     use_weights(merged.as_ref().map_or(source, |merged| merged as _))
+}
+
+/// How the weights of a Hugging Face directory are packed, by its `config.json`.
+fn packing_of(input: &AnyCheckpoint) -> Result<Option<Packing>> {
+    let path = input.location().join(CONFIG);
+    if input.kind() != CheckpointKind::Weights || !path.is_file() {
+        return Ok(None);
+    }
+    let config: Value = read_json(&path, MAX_COMPANION)?;
+    let packing = config.get(Packing::KEY).filter(|value| !value.is_null());
+    let packing = packing.map(Packing::of_config).transpose();
+    packing.map_err(|message| Error::checkpoint(&path, format!("`{}`: {message}", Packing::KEY)))
 }
 
 /// Writes the weights `source` of a checkpoint as another checkpoint.
@@ -364,7 +391,6 @@ fn meta(input: &AnyCheckpoint, options: &ConvertOptions) -> SaveMeta {
 
 /// Returns `config.json` and the other files of a model that `transformers` needs.
 fn companions(input: &AnyCheckpoint, options: &ConvertOptions) -> Result<Vec<(String, Vec<u8>)>> {
-    const CONFIG: &str = "config.json";
     let mut files = Vec::new();
     if let Some(config) = &options.config {
         files.push((CONFIG.to_owned(), config.bytes()?));
@@ -392,10 +418,19 @@ fn companions(input: &AnyCheckpoint, options: &ConvertOptions) -> Result<Vec<(St
                                away";
                 return Err(Error::checkpoint(path, message));
             }
+            let is_unpacked = name == CONFIG && options.changes() && packing_of(input)?.is_some();
+            let bytes = if is_unpacked { without_packing(path)? } else { bytes };
             files.push((name, bytes));
         }
     }
     Ok(files)
+}
+
+/// The `config.json` at `path` for weights that are plain.
+fn without_packing(path: &Path) -> Result<Vec<u8>> {
+    let mut config: serde_json::Map<String, Value> = read_json(path, MAX_COMPANION)?;
+    config.remove(Packing::KEY);
+    serde_json::to_vec_pretty(&config).map_err(Error::other)
 }
 
 /// Whether a file belongs to a model but does not hold weights.

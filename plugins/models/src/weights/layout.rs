@@ -1,8 +1,8 @@
 //! Which tensors of a file make which tensors of a model.
 
+use fulgurite_checkpoint::Packing;
 use fulgurite_error::{Error, Result};
 
-use super::packed::Packing;
 use super::view::{Rows, View};
 
 /// How the tensors of a Hugging Face file and of a model correspond.

@@ -4,18 +4,17 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
-use fulgurite_checkpoint::{TensorInfo, TensorSource};
+use fulgurite_checkpoint::{PackedSource, TensorInfo, TensorSource};
 use fulgurite_engine::shard::Region;
 use fulgurite_error::{Error, Result};
 
 use super::layout::WeightLayout;
-use super::packed::Packed;
 use super::stack::{Stacked, Stacks};
 use super::view::View;
 
 /// The tensors of a Hugging Face file, under the names and in the shapes of a model.
 pub struct MappedSource<S> {
-    source: Packed<S>,
+    source: PackedSource<S>,
     /// For each tensor of the model: its name in the file, the part of it, and its shape.
     tensors: BTreeMap<String, (String, View, TensorInfo)>,
     /// The tensors of the model that are stacks of tensors of the file.
@@ -31,7 +30,7 @@ impl<S: TensorSource> MappedSource<S> {
     /// or if the sides of a rule have different numbers of stars.
     pub fn new(source: S, layout: &WeightLayout) -> Result<Self> {
         layout.check()?;
-        let source = Packed::new(source, layout.packing());
+        let source = PackedSource::new(source, layout.packing());
         let prefix = format!("{}.", layout.prefix());
         let base_only = !source.names().iter().any(|name| name.starts_with(&prefix));
         let (mut tensors, mut unreadable) = (BTreeMap::new(), BTreeMap::new());

@@ -9,7 +9,6 @@
 mod export;
 mod layout;
 mod mapped;
-mod packed;
 mod stack;
 mod twice;
 mod view;
@@ -17,6 +16,5 @@ mod view;
 pub use export::ExportedSource;
 pub use layout::WeightLayout;
 pub use mapped::MappedSource;
-pub(crate) use packed::Packing;
 pub(crate) use twice::{REFERENCE, Twice};
 pub(crate) use view::View;

@@ -4,25 +4,72 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
-use fulgurite_checkpoint::{TensorInfo, TensorSource};
+use safetensors::Dtype;
+use serde_json::Value;
+
+use super::{TensorInfo, TensorSource};
+use crate::Result;
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::shard::Region;
-use fulgurite_error::Result;
-use safetensors::Dtype;
 
 /// How the weights of a file are packed, as `quantization_config` of `config.json` says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Packing {
+pub enum Packing {
     /// OCP MXFP4: in `w_blocks` 32 values of 4 bits (E2M1) of a row, and in `w_scales` the exponent
     /// of each block. `w` is a stack of the transposed matrices.
     Mxfp4,
     /// FP8 (E4M3) with a factor `weight_scale_inv` for each block of so many rows and columns of a
     /// matrix; one factor for the matrix if `None`.
-    Fp8 { block: Option<[usize; 2]> },
+    Fp8 {
+        /// Rows and columns of a block.
+        block: Option<[usize; 2]>,
+    },
+}
+
+impl Packing {
+    /// The key of `config.json` that [`of_config`](Self::of_config) reads.
+    pub const KEY: &str = "quantization_config";
+
+    /// Reads the value of [`KEY`](Self::KEY).
+    ///
+    /// # Errors
+    /// A message, if the method is another one than `mxfp4` or `fp8`, or asks for what cannot be
+    /// unpacked.
+    pub fn of_config(config: &Value) -> std::result::Result<Self, String> {
+        let key = |name: &str| config.get(name).filter(|value| !value.is_null());
+        match key("quant_method").and_then(Value::as_str) {
+            Some("mxfp4") => Ok(Self::Mxfp4),
+            Some("fp8") => {
+                if let Some(other) = key("fmt").filter(|fmt| *fmt != "e4m3") {
+                    return Err(format!("`fmt` is {other}; only \"e4m3\" is read"));
+                }
+                let Some(size) = key("weight_block_size") else {
+                    return Ok(Self::Fp8 { block: None });
+                };
+                let sides = size.as_array().map(Vec::as_slice).unwrap_or_default();
+                let side = |value: &Value| Some(value.as_u64()? as usize).filter(|side| *side > 0);
+                match sides.iter().map(side).collect::<Option<Vec<_>>>().as_deref() {
+                    Some(&[rows, columns]) => Ok(Self::Fp8 { block: Some([rows, columns]) }),
+                    _ => Err(format!(
+                        "`weight_block_size` is {size}; expected two sizes of at least 1"
+                    )),
+                }
+            }
+            found => {
+                let found =
+                    found.map_or_else(|| "no method".to_owned(), |name| format!("`{name}`"));
+                Err(format!(
+                    "the weights are quantised by {found}, and only `mxfp4` and `fp8` are read; take the model's \
+                     files in bf16, or save them so with `transformers`. To train with quantised weights, see \
+                     `trainer.quantization`"
+                ))
+            }
+        }
+    }
 }
 
 /// A source whose packed weights are values in f32. Other tensors stay as they are.
-pub(super) struct Packed<S> {
+pub struct PackedSource<S> {
     source: S,
     /// Packed weights by their names, with their scales' names.
     weights: BTreeMap<String, Weight>,
@@ -46,8 +93,10 @@ const BLOCKS_SUFFIX: &str = "_blocks";
 const SCALES_SUFFIX: &str = "_scales";
 const FACTORS_SUFFIX: &str = "_scale_inv";
 
-impl<S: TensorSource> Packed<S> {
-    pub(super) fn new(source: S, packing: Option<Packing>) -> Self {
+impl<S: TensorSource> PackedSource<S> {
+    /// Unpacks all weights of `source` that are packed so. Without a packing, those in FP8 are
+    /// [unreadable](TensorSource::unreadable).
+    pub fn new(source: S, packing: Option<Packing>) -> Self {
         let (mut weights, mut unreadable) = (BTreeMap::new(), BTreeMap::new());
         for codes in source.names() {
             let found = match (packing, source.info(codes)) {
@@ -237,7 +286,7 @@ fn unpack_fp8(
     values
 }
 
-impl<S: TensorSource> TensorSource for Packed<S> {
+impl<S: TensorSource> TensorSource for PackedSource<S> {
     fn location(&self) -> &Path {
         self.source.location()
     }
