@@ -388,7 +388,7 @@ Options:
           --shards <N>             Number of shards of a distributed checkpoint [default: 1]
           --base <DIR>             The directory of an adapter's base, for its GGUF file [default: as `adapter_config.json` says]
           --without-tokenizer      Write a GGUF file without a tokenizer
-          --dtype <DTYPE>          Convert the model's floating-point tensors [possible values: f64, f32, f16, bf16, q8_0, q4_k]
+          --dtype <DTYPE>          Convert the model's floating-point tensors; those in MXFP4 or FP8 are unpacked [possible values: f64, f32, f16, bf16, q8_0, q4_k]
           --model-only             Leave the optimizer's state out
           --average                Take the average of the weights that training kept (`trainer.ema_decay`, `stochastic_weight_averaging`) instead of them, without the optimizer's state
           --adapter <DIR>          Merge the adapter in this directory, in PEFT's format, into the model

@@ -60,7 +60,13 @@ const OTHERS: &[(&str, &[&str])] = &[
     ("Open MPI", &["btl_vader_eager_limit"]),
     (
         "PEFT and transformers",
-        &["lora_bias", "num_nextn_predict_layers", "save_pretrained", "trainable_token_indices"],
+        &[
+            "lora_bias",
+            "num_nextn_predict_layers",
+            "save_pretrained",
+            "target_parameters",
+            "trainable_token_indices",
+        ],
     ),
     ("Python", &["IndexError", "__len__"]),
     (
