@@ -7,6 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use safetensors::Dtype;
 use serde_json::Value;
 
+use super::narrow::converted;
 use super::{TensorInfo, TensorSource};
 use crate::Result;
 use fulgurite_engine::autograd::storage;
@@ -121,7 +122,13 @@ impl<S: TensorSource> PackedSource<S> {
 
     /// Reads the region of a stack of transposed matrices, one after the other: its rows are columns
     /// of the codes.
-    fn read_mxfp4(&self, weight: &Weight, region: &Region, dtype: DType) -> Result<Tensor> {
+    fn read_mxfp4(
+        &self,
+        name: &str,
+        weight: &Weight,
+        region: &Region,
+        dtype: DType,
+    ) -> Result<Tensor> {
         let (start, len) = (region.offsets[1], region.sizes[1]);
         let first = start / BLOCK;
         let blocks = (start + len).div_ceil(BLOCK) - first;
@@ -136,7 +143,7 @@ impl<S: TensorSource> PackedSource<S> {
             let values = unpack_mxfp4(&codes, &exponents);
             let values = Tensor::from_vec(values, (rows.1, blocks * BLOCK), &Device::Cpu)?;
             let values = values.narrow(1, start - first * BLOCK, len)?.t()?.contiguous()?;
-            Ok(values.flatten_all()?.to_dtype(dtype)?)
+            converted(self.location(), name, &values.flatten_all()?, dtype)
         };
         let experts = region.offsets[0]..region.offsets[0] + region.sizes[0];
         let matrices = experts.map(matrix).collect::<Result<Vec<_>>>()?;
@@ -316,10 +323,13 @@ impl<S: TensorSource> TensorSource for PackedSource<S> {
             return self.source.read(name, region, dtype, device);
         };
         let values = match weight.packing {
-            Packing::Mxfp4 => self.read_mxfp4(weight, region, dtype)?,
-            Packing::Fp8 { block } => self.read_fp8(weight, block, region)?,
+            Packing::Mxfp4 => self.read_mxfp4(name, weight, region, dtype)?,
+            Packing::Fp8 { block } => {
+                let values = self.read_fp8(weight, block, region)?;
+                converted(self.location(), name, &values, dtype)?
+            }
         };
-        Ok(values.to_dtype(dtype)?.to_device(device)?)
+        Ok(values.to_device(device)?)
     }
 
     fn read_into(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
