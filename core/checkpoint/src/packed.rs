@@ -13,7 +13,7 @@ use crate::Result;
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::shard::Region;
 
-/// How the weights of a file are packed, as `quantization_config` of `config.json` says.
+/// A format of packed weights, which `quantization_config` of `config.json` names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Packing {
     /// OCP MXFP4: in `w_blocks` 32 values of 4 bits (E2M1) of a row, and in `w_scales` the exponent
@@ -358,7 +358,6 @@ impl<S: TensorSource> TensorSource for PackedSource<S> {
 mod tests {
     use super::*;
 
-    /// A matrix of FP8 in blocks, none of which divides it, and its values.
     #[test]
     fn incomplete_blocks_have_their_scales() {
         let (rows, columns, block) = (5, 7, [2, 3]);

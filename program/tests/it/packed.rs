@@ -60,8 +60,15 @@ fn packed_models_become_plain_ones() {
         convert(&path("plain"), &["--dtype", "f32"]);
         assert_eq!(dtypes(&path("plain")), ["F32"], "{name}");
         assert!(config(&path("plain")).get("quantization_config").is_none());
-        let expected = answer(&["--model", base]);
-        assert_eq!(answer(&["--model", path("plain").to_str().unwrap()]), expected, "{name}");
+        let plain = answer(&["--model", base]);
+        assert_eq!(answer(&["--model", path("plain").to_str().unwrap()]), plain, "{name}");
+
+        // The file alone, with config.json beside it.
+        let file = Path::new(base).join("model.safetensors");
+        let single = path("single");
+        let [file, to] = [&file, &single].map(|path| path.to_str().unwrap());
+        succeed(&["checkpoint", "convert", file, to, "--to", "hugging-face", "--dtype", "f32"]);
+        assert_eq!(dtypes(&single), ["F32"], "{name}");
 
         let sets = [
             "module.type=causal_lm".to_owned(),
@@ -78,6 +85,7 @@ fn packed_models_become_plain_ones() {
         let adapter = adapter.to_str().unwrap();
         convert(&path("merged"), &["--adapter", adapter, "--dtype", "f32"]);
         let expected = answer(&["--model", base, "--adapter", adapter]);
+        assert_ne!(expected, plain, "{name}: the adapter changes nothing");
         assert_eq!(answer(&["--model", path("merged").to_str().unwrap()]), expected, "{name}");
     }
 }

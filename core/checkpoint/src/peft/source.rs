@@ -89,7 +89,7 @@ impl AdapterSource {
     /// Returns the adapters to build a model with, so that it can be filled from this source.
     ///
     /// If a regular expression or `all-linear` selects the layers, they are the layers with
-    /// tensors. For layers of one expert (`experts.3.up_proj`) the layer of all is named
+    /// tensors. Experts from 0 on (`experts.0.up_proj`, `experts.1.up_proj`) are named together
     /// (`experts.up_proj`).
     ///
     /// # Errors
@@ -110,13 +110,17 @@ impl AdapterSource {
             (Some(targets), Some(exclude)) => (targets, exclude),
             _ => (self.layers().into_iter().map(exactly).collect(), Vec::new()),
         };
-        for target in &mut targets {
-            if let Some((stack, _)) = expert_stack(target) {
-                *target = stack;
-            }
+        let mut stacks: BTreeMap<String, BTreeSet<usize>> = BTreeMap::new();
+        for (stack, expert) in targets.iter().filter_map(|target| expert_stack(target)) {
+            stacks.entry(stack).or_default().insert(expert);
         }
+        stacks
+            .retain(|_, experts| experts.len() > 1 && experts.iter().copied().eq(0..experts.len()));
+        targets.retain(|target| {
+            expert_stack(target).is_none_or(|(stack, _)| !stacks.contains_key(&stack))
+        });
+        targets.extend(stacks.into_keys());
         targets.sort();
-        targets.dedup();
         let saved: BTreeSet<&str> = self
             .others()
             .filter_map(|name| config.saved_module(name.rsplit_once('.').map_or("", |(p, _)| p)))

@@ -220,9 +220,13 @@ pub fn with_weights<T>(
     use_weights(merged.as_ref().map_or(source, |merged| merged as _))
 }
 
-/// How the weights of a Hugging Face directory are packed, by its `config.json`.
+/// The packing of weights that `config.json` beside them names, if any.
 fn packing_of(input: &AnyCheckpoint) -> Result<Option<Packing>> {
-    let path = input.location().join(CONFIG);
+    let location = input.location();
+    let path = match location.is_dir() {
+        true => location.join(CONFIG),
+        false => location.with_file_name(CONFIG),
+    };
     if input.kind() != CheckpointKind::Weights || !path.is_file() {
         return Ok(None);
     }

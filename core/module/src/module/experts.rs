@@ -9,8 +9,8 @@ use fulgurite_collective::collective::ProcessGroup;
 use fulgurite_collective::mesh::DeviceMesh;
 use fulgurite_collective::shard::{Cut, Placement};
 
-/// The path of the layer of one expert, for that of the layer that holds all: of
-/// `mlp.experts.up_proj` the third is `mlp.experts.2.up_proj`.
+/// The path of one expert's layer, where `stack` is the path of the layer of all experts:
+/// `mlp.experts.2.up_proj` for `mlp.experts.up_proj` and 2.
 pub fn expert_path(stack: &str, expert: usize) -> String {
     match stack.rsplit_once('.') {
         Some((path, name)) => format!("{path}.{expert}.{name}"),
@@ -18,8 +18,8 @@ pub fn expert_path(stack: &str, expert: usize) -> String {
     }
 }
 
-/// The reverse of [`expert_path`]: the layer that holds all experts, and the expert. Its path is in
-/// `experts`.
+/// The reverse of [`expert_path`], for paths that contain `experts` and a number before their last
+/// segment. `None` for others.
 pub fn expert_stack(path: &str) -> Option<(String, usize)> {
     let (path, name) = path.rsplit_once('.')?;
     let (path, number) = path.rsplit_once('.')?;
