@@ -167,7 +167,7 @@ fn missing_or_short_files() {
     assert_snapshot!(error("data={ type = 'text', path = 'none' }"), @"error: data: there is no file or folder none (data.path)");
     assert_snapshot!(error("data={ type = 'text', path = 'empty.txt' }"), @"error: data: empty.txt (data.path): there is no text; left out: 1 empty (empty.txt)");
     assert_snapshot!(error("data.tokenizer=none.json"), @r#"error: data: there is no file none.json (data.tokenizer); name a Hugging Face tokenizer.json, a repository in the local Hub cache, or "bytes" for the built-in byte-level tokenizer"#);
-    assert_snapshot!(error("model.from_pretrained=none"), @"error: none: there is no such folder; `model.from_pretrained` is to name a folder with config.json and weights");
+    assert_snapshot!(error("model.from_pretrained=none"), @"error: none: there is no such folder; expected a folder with config.json and weights");
     // The ranks find the error one by one; the user reads it once.
     let of_two = scratch.small().on("fsdp", 2, 1).set(&["data.path=none.u16"]).fail();
     assert_snapshot!(any_rank(&of_two), @"error: data: there is no file or folder none.u16 (data.path)");

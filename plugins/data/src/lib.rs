@@ -53,9 +53,10 @@ mod unknown;
 mod walk;
 
 pub use chat::{
-    ChatData, ChatDataConfig, ChatTemplate, PreferenceBatch, PreferenceData, PreferenceDataConfig,
-    PromptData, PromptDataConfig, PromptRow, PromptRows, Rendered, RewardBatch, RewardData,
-    TemplateOptions, TooLong, TrainOn, UnpairedBatch, UnpairedData,
+    AnswerLogp, AnswerTexts, ChatData, ChatDataConfig, ChatTemplate, PreferenceBatch,
+    PreferenceData, PreferenceDataConfig, PromptData, PromptDataConfig, PromptRow, PromptRows,
+    Rendered, RewardBatch, RewardData, TemplateOptions, TooLong, TrainOn, UnpairedBatch,
+    UnpairedData,
 };
 pub use config::{
     AddBosToken, CacheDir, DataKind, MixtureSource, OnError, Paths, TextDataConfig, TokenDtype,

@@ -53,6 +53,7 @@ pub use modules::{
 };
 pub use recipes::{RECIPES, Recipe};
 pub use rewards::{
-    AnswerReward, PatternReward, ProgramReward, RewardConfig, RewardFunction, RewardedAnswer,
+    AnswerReward, ModelReward, PatternReward, ProgramReward, RewardConfig, RewardFunction,
+    RewardedAnswer,
 };
 pub use weights::{ExportedSource, MappedSource, WeightLayout};

@@ -75,14 +75,20 @@ fn folder(prompts: &[Vec<u32>]) -> TempDir {
 const GREEDY: [&str; 7] =
     ["--input", "prompts.jsonl", "--max-new-tokens", "8", "--ignore-eos", "--output", "json"];
 
-const MESHES: [(&str, &str); 6] = [
+const MESHES: [(&str, &str); 7] = [
     ("1", "trainer.strategy=single_device"),
     ("2", "trainer.strategy=ddp"),
     ("2", "trainer.strategy=fsdp"),
     ("4", "trainer.strategy=fsdp"),
     ("2", "trainer.strategy={ type = \"model_parallel\", tensor_parallel_size = 2 }"),
     ("4", "trainer.strategy={ type = \"model_parallel\", tensor_parallel_size = 2 }"),
+    ("4", "trainer.strategy={ type = \"model_parallel\", context_parallel_size = 2 }"),
 ];
+
+/// Whether two ranks of the mesh have different samples.
+fn cuts_batches(strategy: &str) -> bool {
+    strategy.contains("fsdp") || strategy.contains("context")
+}
 
 #[test]
 fn greedy_ids_equal_transformers_on_every_mesh() {
@@ -222,14 +228,14 @@ fn answers_are_scored_while_training() {
     let filtered = "{ type='answers', path='q.jsonl', filter='^\\s*(\\S+)', match='contains', name='beginning' }";
     let kept =
         "{ type='model_checkpoint', monitor='val_pattern_accuracy', mode='max', filename='best' }";
-    for (devices, strategy) in [MESHES[0], MESHES[2], MESHES[4]] {
+    for (devices, strategy) in [MESHES[0], MESHES[2], MESHES[4], MESHES[6]] {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("q.jsonl"), &lines).unwrap();
         let keys = [
             &format!("trainer.callbacks=[{exact}, {filtered}, {kept}]"),
             &format!("trainer.devices={devices}"),
             strategy,
-            &format!("data.batch_size={}", if strategy.contains("fsdp") { 4 } else { 8 }),
+            &format!("data.batch_size={}", if cuts_batches(strategy) { 4 } else { 8 }),
             "data.validation_fraction=0.05",
             "trainer.val_check_interval=150",
         ];
@@ -276,13 +282,13 @@ fn samples_are_shown_and_logged_while_training() {
     let callback = "trainer.callbacks=[{ type = \"samples\", prompts = [\"añb \", \"✓ \"], every_n_steps = 75, \
                     max_new_tokens = 12 }]";
     let mut expected = None;
-    for (devices, strategy) in [MESHES[0], MESHES[2], MESHES[4]] {
+    for (devices, strategy) in [MESHES[0], MESHES[2], MESHES[4], MESHES[6]] {
         let dir = tempfile::tempdir().unwrap();
         let keys = [
             callback,
             &format!("trainer.devices={devices}"),
             strategy,
-            &format!("data.batch_size={}", if strategy.contains("fsdp") { 4 } else { 8 }),
+            &format!("data.batch_size={}", if cuts_batches(strategy) { 4 } else { 8 }),
             "trainer.log_every_n_steps=25",
         ];
         let output = train(dir.path(), &keys);
@@ -329,7 +335,7 @@ fn unusable_requests_start_no_rank() {
         refusal(dir, &[&two[..], args].concat())
     };
     assert_snapshot!(of("llama", &[]), @"error: there is no prompt; give one with --prompt, --prompt-ids or --input");
-    assert_snapshot!(of("none", &["--prompt-ids", "3"]), @"error: --model: none: there is no such folder; `model.from_pretrained` is to name a folder with config.json and weights");
+    assert_snapshot!(of("none", &["--prompt-ids", "3"]), @"error: --model: none: there is no such folder; expected a folder with config.json and weights");
     assert_snapshot!(of("llama", &["--prompt", "hello"]), @"error: prompt 0 is a text, and no tokenizer is known; name one with `data.tokenizer` (`--tokenizer` of `fulgurite generate`), or give the prompt as tokens");
     assert_snapshot!(of("llama", &["--prompt-ids", "3,x"]), @"error: --prompt-ids is `3,x`; it should be tokens, such as 7,3,11");
     assert_snapshot!(of("llama", &["--prompt-ids", "3", "--prompt-ids", "4,43"]), @"error: data: prompt 1: token 43 is not of the model, whose tokens are below 43; is the tokenizer another model's?");
@@ -359,12 +365,6 @@ fn unusable_requests_start_no_rank() {
     assert_snapshot!(of("llama", &file), @"error: data: prompts.txt, line 2 (data.path) is empty; each line is a prompt");
     fs::write(dir.join("prompts.jsonl"), "{\"prompt\": \"a\", \"ids\": [3]}\n").unwrap();
     assert_snapshot!(of("llama", &["--input", "prompts.jsonl"]), @"error: data: prompts.jsonl, line 1 (data.path) needs one of `prompt`, a text, `ids`, a list of tokens, and `messages`, a conversation");
-    let context = "trainer.strategy={ type = \"model_parallel\", context_parallel_size = 2 }";
-    let refused = of("llama", &["--prompt-ids", "3", "--set", context]);
-    assert!(
-        refused.contains("generation does not work with a context_parallel_size above 1"),
-        "{refused}"
-    );
 }
 
 /// A prompt with `--chat` is the same conversation as `messages` of a file.

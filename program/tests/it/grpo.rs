@@ -229,6 +229,70 @@ fn answers_are_learned_from_several_times() {
     assert_eq!(metric(&events, "logp_difference"), [0.0; 3]);
 }
 
+/// A program beside the model keeps the answers, whose scores are predicted afterwards.
+#[test]
+fn reward_models_score_as_they_predict() {
+    let dir = crate::tasks::folder();
+    let fixture =
+        |name: &str| crate::models::root().join("plugins/models/tests/fixtures").join(name);
+    let rows = ["the cat", "good film", "not bad", "run"]
+        .map(|prompt| format!("{}\n", json!({"prompt": prompt})));
+    fs::write(dir.path().join("prompts.jsonl"), rows.concat()).unwrap();
+    for (name, tolerance) in [("llama_reward", 2e-5), ("bert_reward", 2e-5)] {
+        let path = fixture(name).display().to_string();
+        let rewards = format!(
+            "model.grpo.rewards=[{{ type = 'model', path = '{path}', tokenizer = 'tokenizer.json', batch_size = 3 }}, \
+             {{ type = 'program', command = ['sh', '-c', 'tee -a seen.jsonl | sed s/.*/0/'] }}]"
+        );
+        let sets = |ranks: usize, strategy: &str| {
+            [
+                "module.type=grpo".to_owned(),
+                format!("model.from_pretrained={}", fixture("llama_yarn").display()),
+                rewards.clone(),
+                "model.grpo.samples=2".to_owned(),
+                "model.grpo.max_new_tokens=5".to_owned(),
+                "data={ path='prompts.jsonl', tokenizer='tokenizer.json', seq_len=16, validation_fraction=0.0 }".to_owned(),
+                format!("data.batch_size={}", 4 / ranks),
+                format!("trainer.devices={ranks}"),
+                format!("trainer.strategy={strategy}"),
+                "trainer.max_steps=1".to_owned(),
+                "trainer.log_every_n_steps=1".to_owned(),
+            ]
+        };
+        let run = |ranks: usize, strategy: &str| {
+            let sets = sets(ranks, strategy);
+            let output = Command::new(env!("CARGO_BIN_EXE_fulgurite"))
+                .args(["fit", "--output", "json"])
+                .args(sets.iter().flat_map(|set| ["--set", set]))
+                .current_dir(dir.path())
+                .output()
+                .unwrap();
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+            let events = String::from_utf8(output.stdout).unwrap();
+            let events: Vec<Value> =
+                events.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+            metric(&events, "reward_model")[0]
+        };
+        let _ = fs::remove_file(dir.path().join("seen.jsonl"));
+        let alone = run(1, "single_device");
+        let output = Command::new(env!("CARGO_BIN_EXE_fulgurite"))
+            .args(["predict", "--output-file", "scores.jsonl", "--set", "module.type=reward"])
+            .args(["--set", &format!("model.from_pretrained={path}")])
+            .args(["--set", "data={ path=[], predict_path='seen.jsonl', tokenizer='tokenizer.json', seq_len=16 }"])
+            .current_dir(dir.path())
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let lines = fs::read_to_string(dir.path().join("scores.jsonl")).unwrap();
+        let score =
+            |line: &str| serde_json::from_str::<Value>(line).unwrap()["outputs"].as_f64().unwrap();
+        let scores: Vec<f64> = lines.lines().map(score).collect();
+        assert_eq!(scores.len(), 8);
+        crate::models::assert_close(name, &[alone], &[mean(&scores)], tolerance);
+        crate::models::assert_close(name, &[run(2, "fsdp")], &[alone], tolerance);
+    }
+}
+
 #[test]
 fn wrong_rewards_end_the_run_at_its_start() {
     let dir = tempfile::tempdir().unwrap();

@@ -119,7 +119,7 @@ fn losses(
 
 #[track_caller]
 pub(crate) fn assert_close(what: &str, found: &[f64], expected: &[f64], tolerance: f64) {
-    let close = |(a, b): (&f64, &f64)| (a - b).abs() <= tolerance * a;
+    let close = |(a, b): (&f64, &f64)| (a - b).abs() <= tolerance * a.abs();
     assert!(expected.iter().zip(found).all(close), "{what}: {found:?}, expected {expected:?}");
 }
 

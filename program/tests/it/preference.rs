@@ -25,7 +25,8 @@ fn data() -> tempfile::TempDir {
         json!({"prompt": text(i, 2 + i % 3), "completion": format!(" {}", text(i + 1, 1 + i % 4)),
                "label": i % 3 != 1})
     };
-    let rows: String = (0..24).map(|i| format!("{}\n", row(i))).collect();
+    // More than a preview reads.
+    let rows: String = (0..210).map(|i| format!("{}\n", row(i))).collect();
     fs::write(dir.path().join("answers.jsonl"), rows).unwrap();
     dir
 }
@@ -93,6 +94,76 @@ fn kto_is_learned_alike_on_any_mesh() {
 }
 
 #[test]
+fn references_come_from_predictions() {
+    let dir = data();
+    let fixture = root().join("plugins/models/tests/fixtures/llama_yarn");
+    for (module, rows) in [("preference", "pairs.jsonl"), ("kto", "answers.jsonl")] {
+        let (module, path) = (format!("module.type={module}"), format!("data.path={rows}"));
+        let predict = [
+            "predict",
+            "--output-file",
+            "reference.jsonl",
+            "--set",
+            &module,
+            "--set",
+            &format!("model.from_pretrained={}", fixture.display()),
+            "--set",
+            &format!(
+                "data={{ path=[], predict_path='{rows}', tokenizer='tokenizer.json', seq_len=16, batch_size=5 }}"
+            ),
+            "--set",
+            "trainer.devices=2",
+            "--set",
+            "trainer.strategy=fsdp",
+        ];
+        let output = std::process::Command::new(env!("CARGO_BIN_EXE_fulgurite"))
+            .args(predict)
+            .current_dir(dir.path())
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let known = ["model.reference=data", "data.reference_path=reference.jsonl"];
+        // A mismatched answer may be of a row that is held out.
+        let own = [&*module, &*path, "data.validation_fraction=0.25"];
+        for adapters in [&[][..], &[LORA]] {
+            let sets = [&own[..], adapters].concat();
+            let computed = fit(dir.path(), (1, 4, "single_device"), &sets);
+            for mesh in [(1, 4, "single_device"), (2, 2, "fsdp")] {
+                let found = fit(dir.path(), mesh, &[&sets[..], &known].concat());
+                assert_close(&format!("{sets:?} on {mesh:?}"), &found, &computed, 2e-5);
+            }
+        }
+    }
+    let check = |sets: &[&str]| {
+        let output = std::process::Command::new(env!("CARGO_BIN_EXE_fulgurite"))
+            .args(["config", "check", "--set", "module.type=kto", "--set"])
+            .arg(format!("model.from_pretrained={}", fixture.display()))
+            .args(["--set", "data={ path='answers.jsonl', tokenizer='tokenizer.json', seq_len=16, reference_path='reference.jsonl' }"])
+            .args(sets.iter().flat_map(|set| ["--set", set]))
+            .current_dir(dir.path())
+            .output()
+            .unwrap();
+        (output.status.success(), String::from_utf8(output.stderr).unwrap())
+    };
+    let says = |sets: &[&str]| {
+        let (is_right, said) = check(sets);
+        assert!(!is_right, "{said}");
+        said.lines().last().unwrap_or_default().to_owned()
+    };
+    let reference = "model.reference=data";
+    let (is_right, said) = check(&[reference]);
+    assert!(is_right, "{said}");
+    insta::assert_snapshot!(says(&[reference, "data.seq_len=4"]), @"error: data: answers.jsonl, line 1 has an answer whose log-probability is not in reference.jsonl (data.reference_path); predict it from all rows, with the same data.tokenizer, data.chat_template and data.seq_len");
+    insta::assert_snapshot!(says(&[reference, "data.reference_path=answers.jsonl"]), @r#"error: data: answers.jsonl, line 1 has no column "outputs" (data.reference_path); it has completion, label, prompt"#);
+    fs::write(
+        dir.path().join("broken.jsonl"),
+        "{\"outputs\": {\"own\": {\"key\": \"0\", \"logp\": null}}}\n",
+    )
+    .unwrap();
+    insta::assert_snapshot!(says(&[reference, "data.reference_path=broken.jsonl"]), @"error: data: broken.jsonl, line 1 has no log-probabilities of answers, as `fulgurite predict` writes them for a `preference` or `kto`: invalid type: null, expected f32");
+}
+
+#[test]
 fn wrong_judgements_are_refused() {
     let dir = data();
     let refused = |row: &str, sets: &[&str]| {
@@ -114,7 +185,7 @@ fn wrong_judgements_are_refused() {
     insta::assert_snapshot!(refused(r#"{"prompt": "the", "completion": " cat"}"#, &[]), @"error: data: wrong.jsonl, line 1 has no `label`: expected true for a good answer, false for a bad one, beside `prompt` and `completion` or `messages`");
     insta::assert_snapshot!(refused(r#"{"prompt": "the", "completion": " cat", "label": 0.5}"#, &[]), @"error: data: wrong.jsonl, line 1 has the `label` 0.5: expected true or false");
     insta::assert_snapshot!(refused(r#"{"messages": [{"role": "user", "content": "the"}], "label": false}"#, &["data.chat_template=chatml"]), @"error: data: wrong.jsonl, line 1 has messages that do not end with an answer to a message");
-    insta::assert_snapshot!(refused(good, &["model.reference=data"]), @r#"error: `model.reference`: expected "auto", found "data""#);
+    insta::assert_snapshot!(refused(good, &["model.reference=data"]), @r#"error: data: `model.reference` is "data", and the data has no log-probabilities; predict them and name the file (data.reference_path)"#);
     insta::assert_snapshot!(refused(good, &["model.desirable_weight=-1"]), @"error: `model.desirable_weight`: must be above 0, found -1");
 }
 
@@ -162,7 +233,7 @@ fn wrong_references_are_refused() {
     let fixture = root().join("plugins/models/tests/fixtures/llama_yarn");
     let model = format!("model.from_pretrained={}", fixture.display());
     let says = |sets: &[&str]| refused(&[&[model.as_str()], sets].concat());
-    insta::assert_snapshot!(says(&["model.reference=data"]), @r#"error: data: `model.reference` is "data", and not every row has `reference_chosen_logp` and `reference_rejected_logp`"#);
+    insta::assert_snapshot!(says(&["model.reference=data"]), @r#"error: data: `model.reference` is "data", and not every row has `reference_chosen_logp` and `reference_rejected_logp`; predict them and name the file (data.reference_path)"#);
     insta::assert_snapshot!(says(&["model.reference=base"]), @r#"error: `model.reference`: expected "auto" or "data", found "base""#);
     insta::assert_snapshot!(says(&["model.preference_loss=ppo"]), @r#"error: `model.preference_loss`: expected one of "dpo", "hinge", "ipo", "orpo", found "ppo""#);
     insta::assert_snapshot!(says(&["model.beta=0"]), @"error: `model.beta`: must be above 0, found 0");

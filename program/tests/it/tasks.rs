@@ -362,6 +362,57 @@ fn rewards_are_written_by_pair() {
 }
 
 #[test]
+fn single_answers_are_scored() {
+    let dir = folder();
+    judged(dir.path());
+    let rows = |row: &dyn Fn(usize) -> Value| -> String {
+        (0..6).map(|i| format!("{}\n", row(i))).collect()
+    };
+    let single = rows(&|i| json!({"prompt": words(i).join(" "), "completion": " good film"}));
+    fs::write(dir.path().join("single.jsonl"), single).unwrap();
+    for name in ["llama_reward", "bert_reward"] {
+        let keys = sets(&[
+            &format!("model.from_pretrained={}", fixture(name).display()),
+            "module.type=reward",
+            "data={ path=[], tokenizer='tokenizer.json', seq_len=16, batch_size=4 }",
+        ]);
+        let scores = |path: &str| -> Vec<f64> {
+            let keys = [keys.clone(), sets(&[&format!("data.predict_path={path}")])].concat();
+            let output = run(dir.path(), &["predict", "--output-file", "scores.jsonl"], &keys);
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+            let lines = fs::read_to_string(dir.path().join("scores.jsonl")).unwrap();
+            let rows = lines.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+            let score = |row: Value| {
+                assert!(row["name"].as_str().unwrap().starts_with(path), "{row}");
+                let outputs = &row["outputs"];
+                outputs.as_f64().unwrap_or_else(|| outputs["chosen"].as_f64().unwrap())
+            };
+            rows.map(score).collect()
+        };
+        let (single, pairs) = (scores("single.jsonl"), scores("judged.jsonl"));
+        assert_eq!(single.len(), 6);
+        assert_close(name, &single, &pairs[..6], 2e-5);
+    }
+    // A file with both kinds.
+    let both = ["single.jsonl", "judged.jsonl"]
+        .map(|name| fs::read_to_string(dir.path().join(name)).unwrap())
+        .concat();
+    fs::write(dir.path().join("both.jsonl"), both).unwrap();
+    let keys = sets(&[
+        &format!("model.from_pretrained={}", fixture("llama_reward").display()),
+        "module.type=reward",
+        "data={ path=[], predict_path='both.jsonl', tokenizer='tokenizer.json', seq_len=16 }",
+    ]);
+    let refused = run(dir.path(), &["predict", "--output-file", "scores.jsonl"], &keys);
+    let said = String::from_utf8(refused.stderr).unwrap();
+    assert_snapshot!(said.lines().last().unwrap(), @"error: data: data.predict_path has 40 pairs of answers (`chosen`) and 6 rows of one answer; predict them one kind after the other");
+    let refused =
+        run(dir.path(), &["fit"], &[keys, sets(&["data.predict_path=single.jsonl"])].concat());
+    let said = String::from_utf8(refused.stderr).unwrap();
+    assert_snapshot!(said.lines().last().unwrap(), @"error: data: there are no training samples");
+}
+
+#[test]
 fn predictions_name_rows_and_classes() {
     let dir = folder();
     fs::write(dir.path().join("new.csv"), "text\nthe cat\n\"good, not bad\"\nfilm\n").unwrap();

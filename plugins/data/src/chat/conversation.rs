@@ -117,6 +117,24 @@ impl Conversation {
             )),
         }
     }
+
+    /// Reads the values of a row's [`COLUMNS`] as a prompt with its answer, which is the last
+    /// message.
+    ///
+    /// # Errors
+    /// As [`of`](Self::of), and if the last message is no answer.
+    pub(super) fn with_answer(place: &Place, values: &[Value]) -> Result<Self> {
+        let mut conversation = Self::of(place, values)?;
+        if let Self::Messages { messages, from, .. } = &mut conversation
+            && *from == 0
+        {
+            *from = messages.len() - 1;
+            if *from == 0 || !is_answer(&messages[*from]) {
+                return Err(place.wrong("has messages that do not end with an answer to a message"));
+            }
+        }
+        Ok(conversation)
+    }
 }
 
 /// Two answers to one prompt.
@@ -226,16 +244,7 @@ impl Judged {
                 return Err(place.wrong(format!("has the `label` {label}: expected true or false")));
             }
         };
-        let mut conversation = Conversation::of(place, values)?;
-        if let Conversation::Messages { messages, from, .. } = &mut conversation
-            && *from == 0
-        {
-            *from = messages.len() - 1;
-            if *from == 0 || !is_answer(&messages[*from]) {
-                return Err(place.wrong("has messages that do not end with an answer to a message"));
-            }
-        }
-        Ok(Self { conversation, is_desirable })
+        Ok(Self { conversation: Conversation::with_answer(place, values)?, is_desirable })
     }
 }
 

@@ -1,10 +1,12 @@
 //! Conversations as token ids, with the tokens to learn.
 
+use std::hash::Hasher;
 use std::ops::Range;
 use std::path::Path;
 
 use fulgurite_error::{Error, Result};
 use minijinja::Value;
+use twox_hash::XxHash3_64;
 
 use super::config::{ChatDataConfig, TrainOn};
 use super::conversation::{Conversation, is_answer};
@@ -47,6 +49,20 @@ impl Encoded {
         let before = std::iter::repeat_n(false, own.len());
         let learned = before.chain(other.learned[begin..].iter().copied()).take(len).collect();
         Self { ids, learned }
+    }
+
+    /// Adds all that it is to a hash.
+    pub(super) fn hash_into(&self, hasher: &mut impl Hasher) {
+        hasher.write_u64(self.ids.len() as u64);
+        self.ids.iter().for_each(|id| hasher.write_u32(*id));
+        self.learned.iter().for_each(|learned| hasher.write_u8(u8::from(*learned)));
+    }
+
+    /// A hash by which a file of log-probabilities names it.
+    pub(super) fn key(&self) -> u64 {
+        let mut hasher = XxHash3_64::default();
+        self.hash_into(&mut hasher);
+        hasher.finish()
     }
 
     /// Whether anything is learned from it: the first token follows nothing.
@@ -104,10 +120,23 @@ impl ChatEncoder {
     /// # Errors
     /// If it has no answer, or the template refuses it.
     pub(super) fn render(&self, place: &Place, conversation: Conversation) -> Result<Text> {
+        self.render_for(self.train_on, place, conversation)
+    }
+
+    /// The text of a conversation, of which `train_on` is learned.
+    ///
+    /// # Errors
+    /// If nothing is learned, or the template refuses it.
+    pub(super) fn render_for(
+        &self,
+        train_on: TrainOn,
+        place: &Place,
+        conversation: Conversation,
+    ) -> Result<Text> {
         let text = match conversation {
             Conversation::Plain { prompt, completion } => {
                 let text = format!("{prompt}{completion}");
-                let learned = match self.train_on {
+                let learned = match train_on {
                     TrainOn::All => 0..text.len(),
                     TrainOn::Answers | TrainOn::Last => prompt.len()..text.len(),
                 };
@@ -117,7 +146,7 @@ impl ChatEncoder {
                 let template = self.template.as_ref().map_err(|why| Error::Config(why.clone()))?;
                 let refused = |error: Error| place.wrong(format!("cannot be rendered: {error}"));
                 let rendered = template.render(&messages, &tools, false).map_err(refused)?;
-                let learned = match (self.train_on, rendered.answers) {
+                let learned = match (train_on, rendered.answers) {
                     (TrainOn::All, _) => std::iter::once(0..rendered.text.len()).collect(),
                     // Marks do not say whose they are, so a prompt is rendered for itself.
                     (TrainOn::Answers, Some(answers)) if from == 0 => answers,

@@ -1,23 +1,21 @@
 //! [`PreferenceData`].
 
-use std::collections::BTreeMap;
 use std::hash::Hasher as _;
 
 use candle_core::{Device, Tensor};
-use fulgurite_config::Documented;
 use fulgurite_engine::data::{DataContext, DataModule, DataReport, SourceReport, Split};
 use fulgurite_error::{Error, Result};
 use minijinja::Value;
 use rayon::prelude::*;
-use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;
 
-use super::config::{ChatDataConfig, TooLong, TrainOn};
 use super::conversation::{COLUMNS, Pair};
 use super::encode::{ChatEncoder, Encoded};
+use super::preference_config::PreferenceDataConfig;
+use super::reference::ReferenceFile;
 use super::sequences::{self, Sequences};
 use super::template::ChatTemplate;
-use crate::config::{CacheDir, OnError, Paths};
+use crate::config::Paths;
 use crate::held_out::hold_out;
 use crate::rows::{self, Column, Place, Row};
 use crate::tokenizer::Tokenizer;
@@ -25,123 +23,8 @@ use crate::tokenizer::Tokenizer;
 /// Rows that a preview tokenizes.
 pub(super) const PREVIEW_ROWS: usize = 200;
 
-/// The configuration of [`PreferenceData`], prompts with an answer that is preferred to another,
-/// of [`RewardData`](super::RewardData), and of [`UnpairedData`](super::UnpairedData), prompts with an
-/// answer that is good or bad.
-///
-/// ```toml
-/// [data]
-/// path = "preferences.jsonl"
-/// tokenizer = "Qwen3-0.6B"
-/// seq_len = 1024
-/// ```
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, Documented)]
-#[serde(default, deny_unknown_fields)]
-pub struct PreferenceDataConfig {
-    /// Files and folders of preferences for training: `.jsonl` and `.ndjson` (a JSON object in each
-    /// line), `.csv`, `.tsv` or, in programs with the feature `parquet`, `.parquet`. A row has
-    /// `chosen` and `rejected`, as conversations that begin alike, or as answers to a `prompt`
-    /// (texts or lists of messages). For `reward` it may have a `margin` by which the chosen answer
-    /// is better. For `kto` a row has `label` (true for a good answer) beside
-    /// `prompt` and `completion`, or beside `messages`. Rows may have `system` and `tools`.
-    pub path: Paths,
-    /// Files and folders of preferences for validation; then all of `path` is for training.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub validation_path: Option<Paths>,
-    /// The fraction of the rows of `path` for validation, chosen at random, the same in every run;
-    /// at least 0 and less than 1. By default 0.05, and 0 with `validation_path`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub validation_fraction: Option<f64>,
-    /// The treatment of a row that is no preference, or that the template refuses: `"error"` ends
-    /// the run, `"skip"` leaves it out. The start of a run reports how many were left out.
-    pub on_error: OnError,
-    /// A Hugging Face `tokenizer.json`, a folder with one, a repository in the local Hub cache, or
-    /// `"bytes"`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub tokenizer: Option<String>,
-    /// The chat template: a file, or `"chatml"`. By default that of the tokenizer, in
-    /// `chat_template.jinja`, `tokenizer_config.json` or `chat_template.json` beside it.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub chat_template: Option<String>,
-    /// Variables of the template, such as `{ enable_thinking = false }`.
-    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
-    pub template_options: BTreeMap<String, serde_json::Value>,
-    /// The date that a template writes as that of today (`strftime_now`), such as `"2026-01-31"`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub template_date: Option<String>,
-    /// The token that ends an answer that is a text, by its name in `tokenizer`. By default the
-    /// token that the files beside the tokenizer name.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub eos_token: Option<String>,
-    /// Tokens of a prompt and an answer at most.
-    pub seq_len: usize,
-    /// What is done with rows that are longer: `"cut"` leaves out the ends of answers, `"skip"`
-    /// leaves the rows out, `"error"` ends the run.
-    pub too_long: TooLong,
-    /// The length of a micro-batch is rounded up to a multiple of this number.
-    pub pad_to_multiple_of: usize,
-    /// Rows in a micro-batch of one data-parallel rank: pairs of two sequences, or answers.
-    pub batch_size: usize,
-    /// Whether training samples are shuffled, differently in each epoch.
-    pub shuffle: bool,
-}
-
-impl Default for PreferenceDataConfig {
-    fn default() -> Self {
-        let ChatDataConfig {
-            path,
-            on_error,
-            seq_len,
-            too_long,
-            pad_to_multiple_of,
-            batch_size,
-            shuffle,
-            ..
-        } = ChatDataConfig::default();
-        Self {
-            path,
-            validation_path: None,
-            validation_fraction: None,
-            on_error,
-            tokenizer: None,
-            chat_template: None,
-            template_options: BTreeMap::new(),
-            template_date: None,
-            eos_token: None,
-            seq_len,
-            too_long,
-            pad_to_multiple_of,
-            batch_size,
-            shuffle,
-        }
-    }
-}
-
-impl PreferenceDataConfig {
-    /// As the configuration of conversations.
-    pub(super) fn chat(&self) -> ChatDataConfig {
-        let config = self.clone();
-        ChatDataConfig {
-            path: config.path,
-            validation_path: config.validation_path,
-            validation_fraction: config.validation_fraction,
-            on_error: config.on_error,
-            tokenizer: config.tokenizer,
-            chat_template: config.chat_template,
-            template_options: config.template_options,
-            template_date: config.template_date,
-            train_on: TrainOn::Answers,
-            eos_token: config.eos_token,
-            cache_dir: CacheDir::Off,
-            seq_len: config.seq_len,
-            too_long: config.too_long,
-            packing: false,
-            pad_to_multiple_of: config.pad_to_multiple_of,
-            batch_size: config.batch_size,
-            shuffle: config.shuffle,
-        }
-    }
-}
+/// The key of rows for a prediction.
+pub(super) const PREDICT_KEY: &str = "data.predict_path";
 
 /// Prompts with a chosen and a rejected answer.
 ///
@@ -152,6 +35,8 @@ pub struct PreferenceData {
     encoder: ChatEncoder,
     train: Vec<Sample>,
     validation: Vec<Sample>,
+    /// The rows of `data.predict_path`.
+    predict: Option<Vec<Sample>>,
     report: DataReport,
     /// [`DataModule::memory`].
     memory: u64,
@@ -170,6 +55,9 @@ pub struct PreferenceBatch {
     /// The log-probabilities of each pair's answers under the reference model, if the data has
     /// them: chosen, rejected.
     pub reference: Option<Vec<[f32; 2]>>,
+    /// The keys of each pair's sequences in a file of log-probabilities
+    /// ([`AnswerLogp`](super::AnswerLogp)).
+    pub keys: Vec<[u64; 2]>,
 }
 
 /// A tokenized row.
@@ -185,6 +73,13 @@ impl Sample {
     fn bytes(&self) -> u64 {
         let of = |encoded: &Encoded| encoded.ids.len() * 5;
         (size_of::<Self>() + self.answers.iter().map(of).sum::<usize>()) as u64
+    }
+
+    /// Takes the log-probabilities of the reference from a file.
+    fn find_reference(&mut self, known: &ReferenceFile) -> Result<()> {
+        let of = |answer: &Encoded| known.log_probability(&self.place, answer.key());
+        self.reference = Some([of(&self.answers[0])?, of(&self.answers[1])?]);
+        Ok(())
     }
 }
 
@@ -223,6 +118,7 @@ impl PreferenceData {
         match split {
             Split::Train => &self.train,
             Split::ValidationSet(_) => &[],
+            Split::Predict => self.predict.as_ref().unwrap_or(&self.validation),
             _ => &self.validation,
         }
     }
@@ -258,18 +154,35 @@ impl PreferenceData {
         Ok((samples.into_iter().flat_map(|sample| &sample.answers).collect(), margins))
     }
 
+    pub(super) fn encoder(&self) -> &ChatEncoder {
+        &self.encoder
+    }
+
     pub(super) fn pad_to_multiple_of(&self) -> usize {
         self.config.pad_to_multiple_of
     }
 
-    /// Opens the data, with at most `most` tokenized rows of each key.
-    fn open(config: &PreferenceDataConfig, most: usize) -> Result<Self> {
+    /// Logs the warnings of all ranks on the first.
+    pub(super) fn warn(&self, context: &DataContext) {
+        for warning in self.warnings.iter().filter(|_| context.rank == 0) {
+            tracing::warn!("{warning}");
+        }
+    }
+
+    /// Opens the data, with at most `most` tokenized rows of each key. `predict` are files of pairs
+    /// for a prediction.
+    pub(super) fn open(
+        config: &PreferenceDataConfig,
+        predict: Option<&Paths>,
+        most: usize,
+    ) -> Result<Self> {
         let chat = config.chat();
         chat.validate()?;
         let encoder = ChatEncoder::open(&chat)?;
         let mut warnings = encoder.tokenizer.warnings();
         let mut report = DataReport::default();
         let (mut rows, mut tokenized) = (0, 0);
+        let known = config.reference_path.as_deref().map(ReferenceFile::open).transpose()?;
         let mut open = |key: &str, paths: &Paths| -> Result<Vec<Sample>> {
             let mut source = SourceReport::new(key);
             let columns =
@@ -279,11 +192,18 @@ impl PreferenceData {
             tokenized += all.len().min(most);
             let encoded: Vec<Result<Sample>> =
                 all.into_par_iter().take(most).map(|row| encode(&encoder, row)).collect();
-            let samples = sequences::limited(key, config, encoded, &mut source, &mut warnings)?;
+            let mut samples = sequences::limited(key, config, encoded, &mut source, &mut warnings)?;
+            if let Some(known) = known.as_ref().filter(|_| key != PREDICT_KEY) {
+                samples.iter_mut().try_for_each(|sample| sample.find_reference(known))?;
+            }
             report.sources.push(source);
             Ok(samples)
         };
-        let all = open("data.path", &config.path)?;
+        let predict = predict.map(|paths| open(PREDICT_KEY, paths)).transpose()?;
+        let all = match config.has_training() {
+            true => open("data.path", &config.path)?,
+            false => Vec::new(),
+        };
         let (train, validation) = match &config.validation_path {
             Some(paths) => (all, open("data.validation_path", paths)?),
             None => {
@@ -292,9 +212,15 @@ impl PreferenceData {
                 (held.train, held.validation)
             }
         };
-        let known: u64 = train.iter().chain(&validation).map(Sample::bytes).sum();
-        let memory = (known as f64 * rows as f64 / tokenized.max(1) as f64) as u64;
-        Ok(Self { config: config.clone(), encoder, train, validation, report, memory, warnings })
+        let bytes: u64 = train
+            .iter()
+            .chain(&validation)
+            .chain(predict.iter().flatten())
+            .map(Sample::bytes)
+            .sum();
+        let memory = (bytes as f64 * rows as f64 / tokenized.max(1) as f64) as u64;
+        let config = config.clone();
+        Ok(Self { config, encoder, train, validation, predict, report, memory, warnings })
     }
 }
 
@@ -318,9 +244,7 @@ fn digest(samples: &[Sample]) -> String {
     let mut hasher = XxHash3_64::default();
     for sample in samples {
         for answer in &sample.answers {
-            hasher.write_u64(answer.ids.len() as u64);
-            answer.ids.iter().for_each(|id| hasher.write_u32(*id));
-            answer.learned.iter().for_each(|learned| hasher.write_u8(u8::from(*learned)));
+            answer.hash_into(&mut hasher);
         }
         sample.reference.iter().flatten().for_each(|logp| hasher.write_u32(logp.to_bits()));
         sample.margin.iter().for_each(|margin| hasher.write_u32(margin.to_bits()));
@@ -337,15 +261,13 @@ impl DataModule for PreferenceData {
     }
 
     fn setup(config: &PreferenceDataConfig, context: &DataContext) -> Result<Self> {
-        let data = Self::open(config, usize::MAX)?;
-        for warning in data.warnings.iter().filter(|_| context.rank == 0) {
-            tracing::warn!("{warning}");
-        }
+        let data = Self::open(config, config.predict_path.as_ref(), usize::MAX)?;
+        data.warn(context);
         Ok(data)
     }
 
     fn preview(config: &PreferenceDataConfig, _: &DataContext) -> Result<Self> {
-        Self::open(config, PREVIEW_ROWS)
+        Self::open(config, config.predict_path.as_ref(), PREVIEW_ROWS)
     }
 
     fn batch_size(config: &PreferenceDataConfig) -> usize {
@@ -386,7 +308,7 @@ impl DataModule for PreferenceData {
     }
 
     fn host_keys() -> &'static [&'static str] {
-        &["chat_template", "path", "tokenizer", "validation_path"]
+        PreferenceDataConfig::HOST_KEYS
     }
 
     fn batch(&self, split: Split, indices: &[u64], device: &Device) -> Result<PreferenceBatch> {
@@ -400,6 +322,10 @@ impl DataModule for PreferenceData {
             targets,
             answer_tokens: sequences.iter().map(|sequence| sequence.learned_tokens()).collect(),
             reference: samples.iter().map(|sample| sample.reference).collect(),
+            keys: samples
+                .iter()
+                .map(|sample| sample.answers.each_ref().map(Encoded::key))
+                .collect(),
         })
     }
 }

@@ -318,24 +318,38 @@ impl ChatEncoder {
         tools: Option<&Value>,
     ) -> Result<String> {
         let template = self.template.as_ref().map_err(|why| Error::Config(why.clone()))?;
-        let list = conversation::parsed(place, "messages", &of_json(list)?)?;
-        let mut messages = conversation::messages(place, &list)?;
-        if let Some(system) = system.filter(|system| system.as_str() != Some("")) {
-            let content = of_json(system.clone())?;
-            messages.insert(0, conversation::message("system", content));
-        }
-        if messages.last().is_some_and(conversation::is_answer) {
-            return Err(place.wrong(
-                "has messages that end with one of the assistant: a prompt ends with the message to answer",
-            ));
-        }
-        let tools = match tools {
-            None => minijinja::Value::UNDEFINED,
-            Some(tools) => conversation::parsed(place, "tools", &of_json(tools.clone())?)?,
-        };
+        let (messages, tools) = prompt_messages(place, list, system, tools)?;
         let rendered = template.render(&messages, &tools, true);
         Ok(rendered.map_err(|error| place.wrong(format!("cannot be rendered: {error}")))?.text)
     }
+}
+
+/// The messages of a prompt, and its tools.
+///
+/// # Errors
+/// If these are no messages, or they end with an answer.
+pub(super) fn prompt_messages(
+    place: &Place,
+    list: Value,
+    system: Option<&Value>,
+    tools: Option<&Value>,
+) -> Result<(Vec<minijinja::Value>, minijinja::Value)> {
+    let list = conversation::parsed(place, "messages", &of_json(list)?)?;
+    let mut messages = conversation::messages(place, &list)?;
+    if let Some(system) = system.filter(|system| system.as_str() != Some("")) {
+        let content = of_json(system.clone())?;
+        messages.insert(0, conversation::message("system", content));
+    }
+    if messages.last().is_some_and(conversation::is_answer) {
+        return Err(place.wrong(
+            "has messages that end with one of the assistant: a prompt ends with the message to answer",
+        ));
+    }
+    let tools = match tools {
+        None => minijinja::Value::UNDEFINED,
+        Some(tools) => conversation::parsed(place, "tools", &of_json(tools.clone())?)?,
+    };
+    Ok((messages, tools))
 }
 
 /// A value of a row as templates take it.

@@ -7,7 +7,7 @@ use fulgurite_error::{Error, Result};
 
 use super::config::TooLong;
 use super::encode::Encoded;
-use super::preferences::PreferenceDataConfig;
+use super::preference_config::PreferenceDataConfig;
 use crate::config::OnError;
 use crate::rows::Place;
 

@@ -1,6 +1,7 @@
 //! [`UnpairedData`].
 
 use std::hash::Hasher as _;
+use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 use fulgurite_engine::data::{DataContext, DataModule, DataReport, SourceReport, Split};
@@ -11,7 +12,9 @@ use twox_hash::XxHash3_64;
 
 use super::conversation::{COLUMNS, Judged};
 use super::encode::{ChatEncoder, Encoded};
-use super::preferences::{PREVIEW_ROWS, PreferenceDataConfig};
+use super::preference_config::PreferenceDataConfig;
+use super::preferences::{PREDICT_KEY, PREVIEW_ROWS};
+use super::reference::ReferenceFile;
 use super::sequences::{self, Sequences};
 use super::template::ChatTemplate;
 use crate::config::Paths;
@@ -22,14 +25,17 @@ use crate::tokenizer::Tokenizer;
 /// Prompts with one answer each, which is good or bad.
 ///
 /// Setup tokenizes all rows into memory. Each row also has a *mismatched* answer: that of the
-/// nearest row before it with another prompt, in the order of the files and around their end. So a
-/// row's mismatched answer is the same in each epoch and on any number of ranks.
+/// nearest row before it with another prompt, in the order of the key's files and around their end,
+/// held-out rows included. So a row's mismatched answer is the same in each epoch and on any number
+/// of ranks.
 #[derive(Debug)]
 pub struct UnpairedData {
     config: PreferenceDataConfig,
     encoder: ChatEncoder,
     train: Rows,
     validation: Rows,
+    /// The rows of `data.predict_path`.
+    predict: Option<Rows>,
     report: DataReport,
     /// [`DataModule::memory`].
     memory: u64,
@@ -49,6 +55,12 @@ pub struct UnpairedBatch {
     pub mismatched_inputs: Tensor,
     /// As `targets`, of `mismatched_inputs`.
     pub mismatched_targets: Tensor,
+    /// The log-probabilities of each answer and mismatched answer under the reference model, if the
+    /// data has them.
+    pub reference: Option<Vec<[f32; 2]>>,
+    /// The keys of each answer and mismatched answer in a file of log-probabilities
+    /// ([`AnswerLogp`](super::AnswerLogp)).
+    pub keys: Vec<[u64; 2]>,
 }
 
 /// A tokenized row.
@@ -75,14 +87,24 @@ impl Sequences for Sample {
     }
 }
 
-/// The rows of a split, and the row of each one's mismatched answer.
+/// The rows of a key.
 #[derive(Debug, Default)]
-struct Rows {
+struct Source {
     samples: Vec<Sample>,
+    /// The row of each one's mismatched answer.
     mismatched: Vec<usize>,
+    /// The log-probabilities of each row's answer and mismatched answer under the reference model.
+    reference: Option<Vec<[f32; 2]>>,
 }
 
-impl Rows {
+/// The rows of a split.
+#[derive(Debug, Default)]
+struct Rows {
+    source: Arc<Source>,
+    indices: Vec<usize>,
+}
+
+impl Source {
     fn new(samples: Vec<Sample>) -> Self {
         let prompt = |i: usize| samples[i].answer[0].prompt();
         let count = samples.len();
@@ -95,29 +117,66 @@ impl Rows {
             }
             mismatched.push(last.unwrap_or((i + count - 1) % count));
         }
-        Self { samples, mismatched }
+        Self { samples, mismatched, reference: None }
+    }
+
+    /// The prompt of a row with the answer of another, up to `len` tokens.
+    fn mismatched_answer(&self, row: usize, len: usize) -> Encoded {
+        let other = &self.samples[self.mismatched[row]].answer[0];
+        self.samples[row].answer[0].with_answer_of(other, len)
+    }
+
+    /// Takes the log-probabilities of the reference from a file. `is_whole`: all rows are here.
+    fn find_reference(&mut self, known: &ReferenceFile, len: usize, is_whole: bool) -> Result<()> {
+        let of = |row: usize| {
+            let Sample { answer: [answer], place, .. } = &self.samples[row];
+            let own = known.log_probability(place, answer.key())?;
+            // The first row of a preview has another mismatched answer than in the whole.
+            let mismatched = match is_whole {
+                true => known.log_probability(place, self.mismatched_answer(row, len).key())?,
+                false => own,
+            };
+            Ok([own, mismatched])
+        };
+        self.reference = Some((0..self.samples.len()).map(of).collect::<Result<_>>()?);
+        Ok(())
     }
 
     /// Whether there are rows, and all have one prompt.
-    fn have_one_prompt(&self) -> bool {
+    fn has_one_prompt(&self) -> bool {
         let mut prompts = self.samples.iter().map(|sample| sample.answer[0].prompt());
         prompts.next().is_some_and(|first| prompts.all(|prompt| prompt == first))
     }
 
     fn bytes(&self) -> u64 {
-        self.samples.iter().map(|sample| sample.bytes() + size_of::<usize>() as u64).sum()
+        let of = |sample: &Sample| sample.bytes() + size_of::<usize>() as u64;
+        self.samples.iter().map(of).sum()
+    }
+}
+
+impl Rows {
+    /// All rows of a source.
+    fn all(source: &Arc<Source>) -> Self {
+        Self { source: source.clone(), indices: (0..source.samples.len()).collect() }
     }
 
-    /// Number and a hash of rows.
+    fn samples(&self) -> impl Iterator<Item = &Sample> {
+        self.indices.iter().map(|&row| &self.source.samples[row])
+    }
+
+    /// Number and a hash of rows, with their mismatched answers.
     fn digest(&self) -> String {
         let mut hasher = XxHash3_64::default();
-        for Sample { answer: [answer], is_desirable, .. } in &self.samples {
-            hasher.write_u64(answer.ids.len() as u64);
-            answer.ids.iter().for_each(|id| hasher.write_u32(*id));
-            answer.learned.iter().for_each(|learned| hasher.write_u8(u8::from(*learned)));
-            hasher.write_u8(u8::from(*is_desirable));
+        for &row in &self.indices {
+            for row in [row, self.source.mismatched[row]] {
+                let Sample { answer: [answer], is_desirable, .. } = &self.source.samples[row];
+                answer.hash_into(&mut hasher);
+                hasher.write_u8(u8::from(*is_desirable));
+            }
+            let known = self.source.reference.iter().flat_map(|known| known[row]);
+            known.for_each(|logp| hasher.write_u32(logp.to_bits()));
         }
-        format!("{} answers ({:016x})", self.samples.len(), hasher.finish())
+        format!("{} answers ({:016x})", self.indices.len(), hasher.finish())
     }
 }
 
@@ -139,21 +198,22 @@ impl UnpairedData {
 
     /// The number of good and of bad answers for training.
     pub fn label_counts(&self) -> [usize; 2] {
-        let samples = &self.train.samples;
-        let good = samples.iter().filter(|sample| sample.is_desirable).count();
-        [good, samples.len() - good]
+        let good = self.train.samples().filter(|sample| sample.is_desirable).count();
+        [good, self.train.indices.len() - good]
+    }
+
+    /// Whether the rows have the log-probabilities of a reference model.
+    pub fn has_reference(&self) -> bool {
+        self.train.source.reference.is_some()
     }
 
     fn rows(&self, split: Split) -> Option<&Rows> {
         match split {
             Split::Train => Some(&self.train),
             Split::ValidationSet(_) => None,
+            Split::Predict => Some(self.predict.as_ref().unwrap_or(&self.validation)),
             _ => Some(&self.validation),
         }
-    }
-
-    fn samples(&self, split: Split) -> &[Sample] {
-        self.rows(split).map_or(&[], |rows| &rows.samples)
     }
 
     /// Opens the data, with at most `most` tokenized rows of each key.
@@ -163,41 +223,54 @@ impl UnpairedData {
         let encoder = ChatEncoder::open(&chat)?;
         let mut warnings = encoder.tokenizer.warnings();
         let mut report = DataReport::default();
-        let (mut count, mut tokenized) = (0, 0);
-        let mut open = |key: &str, paths: &Paths| -> Result<Vec<Sample>> {
+        let (mut count, mut tokenized, mut bytes) = (0, 0, 0);
+        let known = config.reference_path.as_deref().map(ReferenceFile::open).transpose()?;
+        let mut open = |key: &str, paths: &Paths| -> Result<Arc<Source>> {
             let mut source = SourceReport::new(key);
             let columns =
                 COLUMNS.map(|name| Column { key: "a column of answers", name: name.into() });
             let all: Vec<Row<Value>> = rows::read(key, paths.as_slice(), &columns, 0, &mut source)?;
+            let is_whole = all.len() <= most;
             count += all.len();
             tokenized += all.len().min(most);
             let encoded: Vec<Result<Sample>> =
                 all.into_par_iter().take(most).map(|row| encode(&encoder, row)).collect();
             let samples = sequences::limited(key, config, encoded, &mut source, &mut warnings)?;
             report.sources.push(source);
-            Ok(samples)
-        };
-        let all = open("data.path", &config.path)?;
-        let (train, validation) = match &config.validation_path {
-            Some(paths) => (all, open("data.validation_path", paths)?),
-            None => {
-                let held = hold_out(all, chat.validation_fraction(), "validation of answers");
-                warnings.extend(held.warning);
-                (held.train, held.validation)
-            }
-        };
-        let (train, validation) = (Rows::new(train), Rows::new(validation));
-        for (rows, of) in [(&train, "training"), (&validation, "validation")] {
-            if rows.have_one_prompt() {
+            let mut rows = Source::new(samples);
+            if rows.has_one_prompt() {
                 warnings.push(format!(
-                    "all rows for {of} have one prompt, so that no answer is mismatched, and `kto` estimates the \
+                    "all rows of {key} have one prompt, so that no answer is mismatched, and `kto` estimates the \
                      divergence from the reference too high"
                 ));
             }
-        }
-        let known = train.bytes() + validation.bytes();
-        let memory = (known as f64 * count as f64 / tokenized.max(1) as f64) as u64;
-        Ok(Self { config: config.clone(), encoder, train, validation, report, memory, warnings })
+            if let Some(known) = known.as_ref().filter(|_| key != PREDICT_KEY) {
+                rows.find_reference(known, config.seq_len, is_whole)?;
+            }
+            bytes += rows.bytes();
+            Ok(Arc::new(rows))
+        };
+        let all = match config.has_training() {
+            true => open("data.path", &config.path)?,
+            false => Arc::default(),
+        };
+        let others = config.validation_path.as_ref();
+        let others = others.map(|paths| open("data.validation_path", paths)).transpose()?;
+        let predict = config.predict_path.as_ref().map(|paths| open(PREDICT_KEY, paths));
+        let predict = predict.transpose()?.as_ref().map(Rows::all);
+        let (train, validation) = match &others {
+            Some(others) => (Rows::all(&all), Rows::all(others)),
+            None => {
+                let rows = Rows::all(&all).indices;
+                let held = hold_out(rows, chat.validation_fraction(), "validation of answers");
+                warnings.extend(held.warning);
+                let rows = |indices| Rows { source: all.clone(), indices };
+                (rows(held.train), rows(held.validation))
+            }
+        };
+        let memory = (bytes as f64 * count as f64 / tokenized.max(1) as f64) as u64;
+        let config = config.clone();
+        Ok(Self { config, encoder, train, validation, predict, report, memory, warnings })
     }
 }
 
@@ -240,7 +313,7 @@ impl DataModule for UnpairedData {
     }
 
     fn len(&self, split: Split) -> u64 {
-        self.samples(split).len() as u64
+        self.rows(split).map_or(0, |rows| rows.indices.len() as u64)
     }
 
     fn fingerprint(&self) -> Result<Option<String>> {
@@ -264,12 +337,13 @@ impl DataModule for UnpairedData {
     }
 
     fn sample_name(&self, split: Split, index: u64) -> Option<String> {
-        let sample = self.samples(split).get(usize::try_from(index).ok()?)?;
-        Some(sample.place.to_string())
+        let rows = self.rows(split)?;
+        let row = rows.indices.get(usize::try_from(index).ok()?)?;
+        Some(rows.source.samples[*row].place.to_string())
     }
 
     fn host_keys() -> &'static [&'static str] {
-        &["chat_template", "path", "tokenizer", "validation_path"]
+        PreferenceDataConfig::HOST_KEYS
     }
 
     fn batch(&self, split: Split, indices: &[u64], device: &Device) -> Result<UnpairedBatch> {
@@ -277,14 +351,18 @@ impl DataModule for UnpairedData {
             Error::Data(format!("there is no {split} sample {index} of {}", self.len(split)))
         };
         let rows = self.rows(split).ok_or_else(|| missing(0))?;
+        let source = &rows.source;
         let (mut own, mut others, mut is_desirable) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut reference, mut keys) = (Vec::new(), Vec::new());
         for &index in indices {
-            let row = index as usize;
-            let sample = rows.samples.get(row).ok_or_else(|| missing(index))?;
-            let other = &rows.samples[rows.mismatched[row]];
-            own.push(&sample.answer[0]);
-            others.push(sample.answer[0].with_answer_of(&other.answer[0], self.config.seq_len));
-            is_desirable.push(sample.is_desirable);
+            let row = *rows.indices.get(index as usize).ok_or_else(|| missing(index))?;
+            let Sample { answer: [answer], is_desirable: is_good, .. } = &source.samples[row];
+            let other = source.mismatched_answer(row, self.config.seq_len);
+            is_desirable.push(*is_good);
+            keys.push([answer.key(), other.key()]);
+            reference.extend(source.reference.iter().map(|known| known[row]));
+            own.push(answer);
+            others.push(other);
         }
         let padding = self.encoder.tokenizer.end_of_text().unwrap_or(0);
         let pad = |sequences: &[&Encoded]| {
@@ -292,7 +370,15 @@ impl DataModule for UnpairedData {
         };
         let (inputs, targets) = pad(&own)?;
         let (mismatched_inputs, mismatched_targets) = pad(&others.iter().collect::<Vec<_>>())?;
-        Ok(UnpairedBatch { inputs, targets, is_desirable, mismatched_inputs, mismatched_targets })
+        Ok(UnpairedBatch {
+            inputs,
+            targets,
+            is_desirable,
+            mismatched_inputs,
+            mismatched_targets,
+            reference: source.reference.is_some().then_some(reference),
+            keys,
+        })
     }
 }
 
@@ -311,7 +397,7 @@ mod tests {
     fn mismatched_answers_have_other_prompts() {
         let of = |prompts: &[u32]| {
             let samples = prompts.iter().map(|prompt| sample(&[*prompt, 9], &[prompt + 1]));
-            Rows::new(samples.collect()).mismatched
+            Source::new(samples.collect()).mismatched
         };
         assert_eq!(of(&[1, 2, 3]), [2, 0, 1]);
         // Good and bad answers to one prompt are often neighbours.

@@ -111,9 +111,6 @@ impl Hooks for Samples {
             }
             prompts.push(Prompt { index, ids });
         }
-        if ctx.fabric().context_parallel().is_some() {
-            return Err(wrong("generation does not work with a context_parallel_size above 1"));
-        }
         if ctx.fabric().device_mesh().pipeline().is_some() {
             return Err(wrong("generation does not work with a pipeline_parallel_size above 1"));
         }

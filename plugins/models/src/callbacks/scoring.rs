@@ -6,6 +6,7 @@ use std::path::Path;
 use candle_core::{Device, Tensor};
 use fulgurite_data::Tokenizer;
 use fulgurite_engine::execution::{read, transfer};
+use fulgurite_engine::module::ForwardScope;
 use fulgurite_error::files::read_regular;
 use fulgurite_error::{Error, Result};
 use fulgurite_trainer::trainer::HookContext;
@@ -60,8 +61,7 @@ pub(super) fn read_lines<L: DeserializeOwned>(
     }
 }
 
-/// Checks that all ranks have read the same lines, and that none holds a part of a sequence.
-/// Collective.
+/// Checks that all ranks have read the same lines, and that none holds a stage. Collective.
 ///
 /// # Errors
 /// If not, or a peer fails.
@@ -73,9 +73,6 @@ pub(super) fn check_ranks(callback: &str, lines: &impl Debug, ctx: &HookContext)
             callback,
             "the ranks read different questions; give all hosts the same file",
         ));
-    }
-    if ctx.fabric().context_parallel().is_some() {
-        return Err(wrong(callback, "questions do not work with a context_parallel_size above 1"));
     }
     if ctx.fabric().device_mesh().pipeline().is_some() {
         return Err(wrong(callback, "questions do not work with a pipeline_parallel_size above 1"));
@@ -129,6 +126,8 @@ pub(super) fn log_probabilities(
     continuations: &[Continuation],
     device: &Device,
 ) -> Result<Vec<f64>> {
+    // Ranks that share sequences in a training compute them whole here, all the same.
+    let _scope = ForwardScope { context: None, ..ForwardScope::current() }.enter();
     let longest = continuations.iter().map(|one| one.ids.len()).max().unwrap_or(0);
     let (rows, time) = (continuations.len(), longest.saturating_sub(1).max(1));
     let (mut inputs, mut targets) = (Vec::new(), Vec::new());

@@ -17,7 +17,7 @@ pub fn resolve(path: &Path) -> Result<PathBuf> {
         return Ok(path.to_owned());
     }
     let text = path.to_string_lossy();
-    let missing = "`model.from_pretrained` is to name a folder with config.json and weights";
+    let missing = "expected a folder with config.json and weights";
     let repository = text.parse::<Repository>().ok().filter(|_| !path.exists());
     let Some(repository) = repository else {
         return Err(Error::Config(format!("{text}: there is no such folder; {missing}")));

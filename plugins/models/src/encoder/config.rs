@@ -27,6 +27,13 @@ pub struct TextConfig {
     pub segments: usize,
 }
 
+impl TextConfig {
+    /// The most tokens of a text; `None` for any number.
+    pub fn max_positions(&self) -> Option<usize> {
+        self.positions.map(|rows| rows.saturating_sub(self.first_position))
+    }
+}
+
 /// The embeddings of a picture.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PatchConfig {

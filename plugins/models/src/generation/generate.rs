@@ -101,8 +101,7 @@ impl<'a> Generator<'a> {
     ///
     /// # Errors
     /// If the options are wrong, a prompt is empty or too long for the model, a token is not of the
-    /// model, or `stop` has texts without a tokenizer. Also under context parallelism, or if a peer
-    /// fails. [`Error::Interrupted`] on all ranks if one is interrupted.
+    /// model, or `stop` has texts without a tokenizer. Also if a peer fails. [`Error::Interrupted`] on all ranks if one is interrupted.
     pub fn generate(
         &self,
         prompts: &[Prompt],
@@ -133,14 +132,13 @@ impl<'a> Generator<'a> {
             }
         }
         let _no_grad = no_grad();
-        let scope = ForwardScope::current();
-        if scope.context.is_some() {
-            return Err(Error::other(
-                "generation does not work with a context_parallel_size above 1, which cuts sequences; use \
-                 other dimensions of the mesh",
-            ));
-        }
-        let whole = ForwardScope { training: false, loss_parallel: false, ..scope };
+        // Ranks that share sequences in a training compute them whole here, all the same.
+        let whole = ForwardScope {
+            training: false,
+            loss_parallel: false,
+            context: None,
+            ..ForwardScope::current()
+        };
         let _scope = whole.enter();
         let mut growing: Vec<Growing> = prompts
             .iter()

@@ -175,10 +175,7 @@ pub(super) fn fit_to_texts(
     let (vocab_size, positions, segments) = match &architecture {
         Architecture::Decoder(decoder) => (decoder.vocab_size, Some(decoder.max_positions), 0),
         Architecture::Encoder(encoder) => match encoder.input {
-            InputConfig::Text(text) => {
-                let positions = text.positions.map(|rows| rows.saturating_sub(text.first_position));
-                (text.vocab_size, positions, text.segments)
-            }
+            InputConfig::Text(text) => (text.vocab_size, text.max_positions(), text.segments),
             InputConfig::Patches(_) => return Err(takes_pictures(config)),
         },
     };

@@ -370,11 +370,12 @@ impl LightningModule for Grpo {
 
     fn configure_model(config: &ModelConfig, b: &ModuleBuilder) -> Result<Self> {
         let own = GrpoConfig::of(config)?;
-        let rewards = Rewards::new(&own.rewards, &own.reward_weights)?;
+        let mut rewards = Rewards::new(&own.rewards, &own.reward_weights)?;
         let decoder = config.clone().decoder_for(GRPO_KEYS)?;
         decoder.check_unbalanced()?;
         b.no_stages("it generates text in each step, with the whole model");
         let policy = Decoder::new(&decoder, b)?;
+        rewards.set_device(policy.device());
         let reference = match own.beta > 0.0 {
             true => Reference::of_model(config, &decoder, b)?,
             false => Reference::None,
@@ -461,6 +462,13 @@ impl LightningModule for Grpo {
 
 impl Hooks<PromptData> for Grpo {
     fn on_fit_start(&mut self, ctx: &mut HookContext<PromptData>) -> Result<()> {
+        if ctx.fabric().context_parallel().is_some() {
+            return Err(Error::Config(
+                "`grpo` does not learn with a context_parallel_size above 1, which cuts sequences; use other \
+                 dimensions of the mesh"
+                    .to_owned(),
+            ));
+        }
         let batches = ctx.accumulate_grad_batches;
         if self.config.scale_rewards == ScaleRewards::Batch && batches > 1 {
             return Err(Error::Config(format!(

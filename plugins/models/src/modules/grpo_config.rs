@@ -20,8 +20,8 @@ use crate::generation::{Generation, Sampling};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct GrpoConfig {
-    /// The rewards of an answer, whose weighted sum counts: `"answer"`, `"pattern"` or `"program"`
-    /// with their options, or a plugin of another crate.
+    /// The rewards of an answer, whose weighted sum counts: `"answer"`, `"pattern"`, `"program"` or
+    /// `"model"` with their options, or a plugin of another crate.
     pub rewards: Vec<PluginValue>,
     /// The weight of each reward; by default 1.
     #[serde(skip_serializing_if = "Vec::is_empty")]

@@ -13,15 +13,19 @@ use fulgurite_error::{Error, Result};
 use fulgurite_nn::{Loss, functional};
 use fulgurite_trainer::metric::Mean;
 use fulgurite_trainer::trainer::{Hooks, LightningModule, StepContext};
+use serde_json::Value;
 
 use super::causal_lm::{CausalLm, fit_to_tokens};
 use super::expert_load::log_expert_load;
-use super::reference::{self, Reference, log_probabilities};
+use super::reference::{self, Predicted, Reference, log_probabilities};
 use crate::config::{ModelConfig, Reader};
 use crate::decoder::Decoder;
 
 /// The keys of `[model]` that [`Kto`] takes itself.
 pub const KTO_KEYS: &[&str] = &["beta", "desirable_weight", "undesirable_weight", "reference"];
+
+/// The names of the two answers that a row has.
+const ANSWERS: [&str; 2] = ["own", "mismatched"];
 
 /// A decoder that learns from answers that are good or bad, on [`UnpairedData`]: KTO.
 ///
@@ -35,8 +39,8 @@ pub const KTO_KEYS: &[&str] = &["beta", "desirable_weight", "undesirable_weight"
 /// | bad | `model.undesirable_weight (1 - sigmoid(beta (kl - r)))` |
 ///
 /// Both weights are 1 and `model.beta` is 0.1 by default. The losses follow TRL's `kto`. The
-/// reference is as in [`Preference`](super::Preference), without `"data"`. The loss counts
-/// answers.
+/// reference is as in [`Preference`](super::Preference); with `"data"` a file of this module's
+/// predictions has its log-probabilities. The loss counts answers.
 ///
 /// Training and validation (`val_…`) log `kl`, `reward_chosen` (of good answers) and
 /// `reward_rejected` (of bad ones). A reward is `beta r`.
@@ -45,6 +49,7 @@ pub struct Kto {
     policy: Decoder,
     reference: Reference,
     loss: KtoLoss,
+    predicted: Predicted,
 }
 
 /// The loss and its options.
@@ -85,9 +90,18 @@ impl Kto {
         is_padding: bool,
         is_logged: bool,
     ) -> Result<Evaluated> {
-        let ratios = |sequences: (&Tensor, &Tensor), is_trained: bool| -> Result<Tensor> {
+        let known = |i: usize| -> Result<Option<Tensor>> {
+            let Some(known) = batch.reference.as_ref() else { return Ok(None) };
+            let known: Vec<f32> = known.iter().map(|of| of[i]).collect();
+            Ok(Some(Tensor::from_slice(&known, known.len(), batch.inputs.device())?))
+        };
+        let ratios = |i: usize, sequences: (&Tensor, &Tensor)| -> Result<Tensor> {
             let policy = |sequences| log_probabilities(&self.policy, sequences);
-            let reference = self.reference.log_probabilities(&self.policy, sequences)?;
+            let reference = match self.reference {
+                Reference::Data => known(i)?,
+                _ => self.reference.log_probabilities(&self.policy, sequences)?,
+            };
+            let is_trained = i == 0;
             let policy = match is_trained {
                 true => policy(sequences)?,
                 false => {
@@ -95,12 +109,12 @@ impl Kto {
                     policy(sequences)?.detach()
                 }
             };
-            let reference = reference.ok_or_else(|| Error::other("`kto` needs a reference"))?;
+            let reference = reference.ok_or_else(lacks_reference)?;
             Ok((policy - reference.detach())?)
         };
-        let mismatched = ratios((&batch.mismatched_inputs, &batch.mismatched_targets), false)?;
+        let mismatched = ratios(1, (&batch.mismatched_inputs, &batch.mismatched_targets))?;
         let divergence = divergence(&mismatched, is_padding)?;
-        let ratios = ratios((&batch.inputs, &batch.targets), true)?;
+        let ratios = ratios(0, (&batch.inputs, &batch.targets))?;
         let loss = self.loss.of(&ratios, &batch.is_desirable, divergence)?;
         let rewards = match is_logged {
             true => {
@@ -118,6 +132,15 @@ impl Kto {
         };
         Ok(Evaluated { loss, divergence, rewards })
     }
+}
+
+/// The error for rows without log-probabilities of the reference.
+fn lacks_reference() -> Error {
+    Error::Data(
+        "`model.reference` is \"data\", and the data has no log-probabilities; predict them and name the file \
+         (data.reference_path)"
+            .to_owned(),
+    )
 }
 
 /// The mean of the log-ratios of all data-parallel ranks that do not compute padding, at least 0.
@@ -156,8 +179,8 @@ impl KtoLoss {
     }
 }
 
-/// The loss that the configuration describes.
-fn keys(config: &ModelConfig) -> Result<KtoLoss> {
+/// The loss that the configuration describes, and whether the data has the reference.
+fn keys(config: &ModelConfig) -> Result<(KtoLoss, bool)> {
     let reader = Reader::new(config);
     let above_zero = |key: &str, default: f64| {
         let value = reader.number_or(key, default)?;
@@ -166,14 +189,20 @@ fn keys(config: &ModelConfig) -> Result<KtoLoss> {
             false => Err(reader.wrong(key, format!("must be above 0, found {value}"))),
         }
     };
-    if let Some(other) = reader.text("reference")?.filter(|name| *name != "auto") {
-        return Err(reader.wrong("reference", format!("expected \"auto\", found {other:?}")));
-    }
-    Ok(KtoLoss {
+    let is_known = match reader.text("reference")?.unwrap_or("auto") {
+        "auto" => false,
+        "data" => true,
+        other => {
+            let expected = format!("expected \"auto\" or \"data\", found {other:?}");
+            return Err(reader.wrong("reference", expected));
+        }
+    };
+    let loss = KtoLoss {
         beta: above_zero("beta", 0.1)?,
         desirable_weight: above_zero("desirable_weight", 1.0)?,
         undesirable_weight: above_zero("undesirable_weight", 1.0)?,
-    })
+    };
+    Ok((loss, is_known))
 }
 
 impl LightningModule for Kto {
@@ -189,20 +218,26 @@ impl LightningModule for Kto {
     }
 
     fn configure_from_data(config: &mut ModelConfig, data: &UnpairedData) -> Result<()> {
-        keys(config)?;
+        let (_, is_known) = keys(config)?;
+        if is_known && !data.has_reference() {
+            return Err(lacks_reference());
+        }
         let ids = data.tokenizer().vocab_size();
         fit_to_tokens(config, KTO_KEYS, data.seq_len(), (Some(ids), ids))
     }
 
     fn configure_model(config: &ModelConfig, b: &ModuleBuilder) -> Result<Self> {
-        let loss = keys(config)?;
+        let (loss, is_known) = keys(config)?;
         let decoder = config.clone().decoder_for(KTO_KEYS)?;
         decoder.check_unbalanced()?;
         let policy = Decoder::new(&decoder, b)?;
-        let reference = Reference::of_model(config, &decoder, b)?;
+        let reference = match is_known {
+            true => Reference::Data,
+            false => Reference::of_model(config, &decoder, b)?,
+        };
         // The divergence is a mean over the answers of all ranks.
         b.synchronise_batches();
-        Ok(Self { policy, reference, loss })
+        Ok(Self { policy, reference, loss, predicted: Predicted::default() })
     }
 
     fn pretrained(config: &ModelConfig) -> Option<PathBuf> {
@@ -227,6 +262,24 @@ impl LightningModule for Kto {
         let found = self.evaluate(batch, ctx.is_padding, true)?;
         found.log(ctx, "val_");
         Ok(found.loss)
+    }
+
+    /// Returns the log-probabilities of each prompt's own and mismatched answer under the reference,
+    /// f32 `[rows, 2]`.
+    fn predict_step(&mut self, batch: &UnpairedBatch, _: &mut StepContext) -> Result<Tensor> {
+        let of = |sequences| self.reference.predict(&self.policy, sequences);
+        let own = of((&batch.inputs, &batch.targets))?;
+        let mismatched = of((&batch.mismatched_inputs, &batch.mismatched_targets))?;
+        let logps: Vec<[f32; 2]> = own.into_iter().zip(mismatched).map(<[f32; 2]>::from).collect();
+        self.predicted.set(ANSWERS, &batch.keys, &logps)
+    }
+
+    fn output_names(&self) -> Vec<String> {
+        ANSWERS.map(str::to_owned).into()
+    }
+
+    fn output_values(&self) -> Option<&[Value]> {
+        Some(self.predicted.values())
     }
 }
 

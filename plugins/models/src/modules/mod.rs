@@ -24,6 +24,7 @@ mod classes;
 mod common;
 mod embedding;
 mod expert_load;
+mod frozen_reward;
 mod grpo;
 mod grpo_config;
 mod grpo_loss;
@@ -60,6 +61,7 @@ pub(crate) const MODULES: [&str; 12] = [
 pub use causal_lm::CausalLm;
 pub use chat::Chat;
 pub use embedding::Embedding;
+pub(crate) use frozen_reward::FrozenReward;
 pub use grpo::{GRPO_KEYS, Grpo, SampledAnswer};
 pub use grpo_config::{GrpoConfig, GrpoLoss, ScaleRewards};
 #[cfg(feature = "images")]

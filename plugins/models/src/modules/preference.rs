@@ -9,11 +9,12 @@ use fulgurite_engine::module::{ForwardScope, ModuleBuilder};
 use fulgurite_error::{Error, Result};
 use fulgurite_nn::Loss;
 use fulgurite_trainer::trainer::{Hooks, LightningModule, StepContext};
+use serde_json::Value;
 
 use super::causal_lm::{CausalLm, fit_to_tokens};
 use super::expert_load::log_expert_load;
 use super::preference_losses::{Answers, PreferenceLoss};
-use super::reference::{self, Reference, log_probabilities};
+use super::reference::{self, Predicted, Reference, log_probabilities};
 use crate::config::{ModelConfig, Reader};
 use crate::decoder::Decoder;
 
@@ -37,8 +38,8 @@ pub const PREFERENCE_KEYS: &[&str] =
 /// first term too. `model.nll_weight` adds the chosen answer's loss a token to the others.
 ///
 /// The reference model is the base model with adapters off, or without adapters a frozen copy of
-/// the weights to start from. With `model.reference = "data"` the data has its log-probabilities.
-/// The loss counts pairs.
+/// the weights to start from. With `model.reference = "data"` the data has its log-probabilities,
+/// in the rows or in a file of this module's predictions. The loss counts pairs.
 ///
 /// Logged in training and validation (`val_…`): `reward_accuracy`, `reward_margin`,
 /// `reward_chosen` and `reward_rejected`, where a reward is `beta r`.
@@ -47,6 +48,7 @@ pub struct Preference {
     policy: Decoder,
     reference: Reference,
     loss: PreferenceLoss,
+    predicted: Predicted,
 }
 
 impl Preference {
@@ -79,9 +81,8 @@ impl Preference {
                             .to_owned(),
                     )
                 })?;
-                let known: Vec<f32> = known.iter().flatten().copied().collect();
-                let len = known.len();
-                Some(Tensor::from_vec(known, len, batch.inputs.device())?)
+                let known = known.as_flattened();
+                Some(Tensor::from_slice(known, known.len(), batch.inputs.device())?)
             }
             reference => reference.log_probabilities(&self.policy, sequences)?,
         };
@@ -140,7 +141,7 @@ impl LightningModule for Preference {
         if reference.as_deref() == Some("data") && !data.has_reference() {
             return Err(Error::Data(
                 "`model.reference` is \"data\", and not every row has `reference_chosen_logp` and \
-                 `reference_rejected_logp`"
+                 `reference_rejected_logp`; predict them and name the file (data.reference_path)"
                     .to_owned(),
             ));
         }
@@ -165,7 +166,7 @@ impl LightningModule for Preference {
                 return Err(wrong(&format!("expected \"auto\" or \"data\", found {other:?}")));
             }
         };
-        Ok(Self { policy, reference, loss })
+        Ok(Self { policy, reference, loss, predicted: Predicted::default() })
     }
 
     fn pretrained(config: &ModelConfig) -> Option<PathBuf> {
@@ -192,6 +193,22 @@ impl LightningModule for Preference {
             ctx.log(&format!("val_{name}"), mean);
         }
         Ok(loss)
+    }
+
+    /// Returns the log-probabilities of each pair's answers under the reference, f32 `[pairs, 2]`:
+    /// chosen, rejected. Without a reference model they are the policy's.
+    fn predict_step(&mut self, batch: &PreferenceBatch, _: &mut StepContext) -> Result<Tensor> {
+        let logps = self.reference.predict(&self.policy, (&batch.inputs, &batch.targets))?;
+        let (logps, _) = logps.as_chunks();
+        self.predicted.set(["chosen", "rejected"], &batch.keys, logps)
+    }
+
+    fn output_names(&self) -> Vec<String> {
+        ["chosen", "rejected"].map(str::to_owned).into()
+    }
+
+    fn output_values(&self) -> Option<&[Value]> {
+        Some(self.predicted.values())
     }
 }
 

@@ -1,10 +1,15 @@
 //! The model that a policy is compared with, and log-probabilities of answers.
 
-use candle_core::{DType, Tensor};
+use std::collections::BTreeMap;
+
+use candle_core::{DType, Device, Tensor};
 use fulgurite_checkpoint::TensorSource;
+use fulgurite_data::AnswerLogp;
 use fulgurite_engine::autograd::no_grad;
+use fulgurite_engine::execution::read;
 use fulgurite_engine::module::{AdapterBias, ForwardScope, ModuleBuilder, without_adapters};
 use fulgurite_error::{Error, Result};
+use serde_json::Value;
 
 use crate::config::ModelConfig;
 use crate::decoder::{Decoder, DecoderConfig};
@@ -71,6 +76,23 @@ impl Reference {
         self.evaluate(policy, |model| log_probabilities(model, sequences))
     }
 
+    /// The log-probabilities of answers for a prediction: the reference's, or the policy's if no
+    /// model is the reference.
+    ///
+    /// # Errors
+    /// If a sequence is longer than the model's positions.
+    pub(super) fn predict(
+        &self,
+        policy: &Decoder,
+        sequences: (&Tensor, &Tensor),
+    ) -> Result<Vec<f32>> {
+        let logps = match self.log_probabilities(policy, sequences)? {
+            Some(logps) => logps,
+            None => log_probabilities(policy, sequences)?,
+        };
+        read::vec1(&logps.detach(), "log-probabilities")
+    }
+
     /// What `f` computes of the reference model, without a gradient and without dropout; `None` if
     /// there is no such model.
     ///
@@ -89,6 +111,38 @@ impl Reference {
                 evaluated(|| f(model)).map(Some)
             }
         }
+    }
+}
+
+/// Log-probabilities of the two answers of each row, as a prediction.
+#[derive(Debug, Default)]
+pub(super) struct Predicted {
+    /// As `outputs` of JSON lines.
+    values: Vec<Value>,
+}
+
+impl Predicted {
+    /// Takes the two named log-probabilities of each row, with the sequences' keys, and returns
+    /// them as f32 `[rows, 2]`.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub(super) fn set(
+        &mut self,
+        names: [&str; 2],
+        keys: &[[u64; 2]],
+        logps: &[[f32; 2]],
+    ) -> Result<Tensor> {
+        let value = |(keys, logps): (&[u64; 2], &[f32; 2])| {
+            let answer = |i: usize| (names[i], AnswerLogp::new(keys[i], logps[i]));
+            serde_json::to_value(BTreeMap::from([answer(0), answer(1)])).map_err(Error::other)
+        };
+        self.values = keys.iter().zip(logps).map(value).collect::<Result<_>>()?;
+        Ok(Tensor::from_slice(logps.as_flattened(), (logps.len(), 2), &Device::Cpu)?)
+    }
+
+    pub(super) fn values(&self) -> &[Value] {
+        &self.values
     }
 }
 

@@ -17,7 +17,8 @@ use crate::config::{ModelConfig, Reader};
 use crate::families::Architecture;
 
 /// The keys of `[model]` that the module takes itself.
-const KEYS: &[&str] = &["num_labels", "id2label", "problem_type", "center_rewards_coefficient"];
+pub(super) const KEYS: &[&str] =
+    &["num_labels", "id2label", "problem_type", "center_rewards_coefficient"];
 
 /// A model that scores texts, on [`RewardData`]: any encoder or decoder with a head of one number,
 /// as the `ForSequenceClassification` of `transformers` with `num_labels = 1`.
@@ -27,7 +28,8 @@ const KEYS: &[&str] = &["num_labels", "id2label", "problem_type", "center_reward
 /// `margin`, or 0. The loss counts pairs.
 ///
 /// Logged in training and validation (`val_…`): `reward_accuracy`, `reward_margin`,
-/// `reward_chosen` and `reward_rejected`. A prediction has both scores of each pair.
+/// `reward_chosen` and `reward_rejected`. A prediction has both scores of each pair, or the scores
+/// of single answers.
 #[derive(Debug)]
 pub struct Reward {
     network: ScoredTexts,
@@ -166,10 +168,14 @@ impl LightningModule for Reward {
         self.step(batch, ctx, "val_")
     }
 
-    /// Returns the scores of each pair, f32 `[pairs, 2]`: chosen, rejected.
+    /// Returns the scores of each pair, f32 `[pairs, 2]`: chosen, rejected. Of rows with one answer,
+    /// their scores, f32 `[rows]`.
     fn predict_step(&mut self, batch: &RewardBatch, _: &mut StepContext) -> Result<Tensor> {
         let scores = self.forward(&batch.texts)?;
-        Ok(scores.reshape((scores.elem_count() / 2, 2))?)
+        match batch.is_paired {
+            true => Ok(scores.reshape((scores.elem_count() / 2, 2))?),
+            false => Ok(scores),
+        }
     }
 
     fn output_names(&self) -> Vec<String> {

@@ -1,14 +1,17 @@
 //! Rewards of answers, which [`Grpo`](crate::Grpo) learns from.
 
 mod answer;
+mod model;
 mod pattern;
 mod program;
 
+use candle_core::Device;
 use fulgurite_config::{PluginValue, plugin_kind};
 use fulgurite_error::{Error, Result};
 use serde_json::{Map, Value};
 
 pub use answer::AnswerReward;
+pub use model::ModelReward;
 pub use pattern::PatternReward;
 pub use program::ProgramReward;
 
@@ -83,6 +86,11 @@ pub trait RewardFunction: Send + Sync {
         None
     }
 
+    /// Takes the device of the model that learns. Called once, before answers.
+    fn set_device(&mut self, device: &Device) {
+        let _ = device;
+    }
+
     /// Returns the score of each answer, a finite number.
     ///
     /// # Errors
@@ -145,6 +153,11 @@ impl Rewards {
             given => given.to_vec(),
         };
         Ok(Self { functions, names, weights })
+    }
+
+    /// Tells the rewards the device of the model that learns.
+    pub(crate) fn set_device(&mut self, device: &Device) {
+        self.functions.iter_mut().for_each(|function| function.set_device(device));
     }
 
     /// The name of each reward in metrics.
@@ -214,7 +227,13 @@ mod tests {
                 toml::from_str(&format!("reward = {}", reward.example)).unwrap();
             let value: PluginValue = table["reward"].clone().try_into().unwrap();
             assert_eq!(value.name, reward.name);
-            Rewards::new(&[value], &[]).unwrap();
+            match Rewards::new(&[value], &[]) {
+                // The example names a model that is not there.
+                Err(error) if reward.name == "model" => {
+                    assert!(error.to_string().contains("there is no such folder"), "{error}");
+                }
+                found => drop(found.unwrap()),
+            }
         }
     }
 

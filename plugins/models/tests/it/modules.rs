@@ -175,6 +175,7 @@ fn pairs(reference: bool) -> PreferenceBatch {
         answer_tokens: rows.iter().map(count).collect(),
         targets,
         reference: reference.then(|| (0..3).map(|pair| [logps[pair], logps[pair + 3]]).collect()),
+        keys: vec![[1, 2], [3, 4], [5, 6]],
     }
 }
 
@@ -232,7 +233,8 @@ fn rewards_cost_as_in_trl() {
             let (fabric, module) = load::<Reward>(&config, name).unwrap();
             let scores = module.forward(&texts).unwrap();
             assert_same(name, &scores, &rows("logits").flatten_all().unwrap());
-            let batch = RewardBatch { texts: texts.clone(), margins: margins.to_vec() };
+            let batch =
+                RewardBatch { texts: texts.clone(), margins: margins.to_vec(), is_paired: true };
             (fabric, module.loss(&batch).unwrap())
         };
         assert_mean("plain", &loss(0.0, &[0.0; 3]).1, &expected["plain"]);
@@ -275,6 +277,8 @@ fn kto_costs_as_in_torch() {
         is_desirable: label.iter().map(|label| *label == 1).collect(),
         mismatched_inputs: ids(&expected["mismatched_inputs"]),
         mismatched_targets: expected["mismatched_targets"].clone(),
+        reference: None,
+        keys: Vec::new(),
     };
     let mut config = config("llama");
     for (key, value) in [("beta", 0.3), ("desirable_weight", 1.5), ("undesirable_weight", 0.5)] {
