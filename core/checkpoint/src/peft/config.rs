@@ -14,13 +14,17 @@ use fulgurite_engine::module::{
     AdapterBias, Adapters, ModuleTree, any_pattern_matches, expert_path, pattern_names,
 };
 
+/// The key of adapters whose base has transposed matrices.
+const FAN_IN_FAN_OUT: &str = "fan_in_fan_out";
+
 /// Keys of `adapter_config.json` that do not change the output of a trained adapter.
 ///
 /// The fields of [`PeftConfig`] are not listed.
-const WITHOUT_EFFECT: [&str; 16] = [
+const WITHOUT_EFFECT: [&str; 17] = [
     "auto_mapping",
     "corda_config",
     "ensure_weight_tying",
+    FAN_IN_FAN_OUT, // The adapter's matrices are the same.
     "eva_config",
     "init_lora_weights", // Checked by its value.
     "layers_pattern",    // The layers with tensors count.
@@ -137,7 +141,7 @@ impl PeftConfig {
             // PEFT then goes on training the modules as one.
             rest.insert("ensure_weight_tying".to_owned(), true.into());
         }
-        rest.insert("fan_in_fan_out".to_owned(), false.into());
+        rest.insert(FAN_IN_FAN_OUT.to_owned(), false.into());
         rest.insert("init_lora_weights".to_owned(), true.into());
         Self {
             peft_type: "LORA".to_owned(),
@@ -182,6 +186,11 @@ impl PeftConfig {
     /// Whether the ranks of layers differ.
     pub(super) fn has_rank_pattern(&self) -> bool {
         self.rest.get("rank_pattern").is_some_and(|value| !is_off(value))
+    }
+
+    /// Whether the weights of adapted layers are transposed in the base, as GPT-2's are.
+    pub(super) fn has_transposed_base(&self) -> bool {
+        self.rest.get(FAN_IN_FAN_OUT) == Some(&true.into())
     }
 
     /// Whether PEFT trains modules that share a weight as one.

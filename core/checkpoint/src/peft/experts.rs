@@ -5,6 +5,7 @@
 //! experts in released models.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor};
 
@@ -14,10 +15,12 @@ use crate::{Error, Result};
 use fulgurite_engine::module::expert_stack;
 use fulgurite_engine::shard::Region;
 
-/// The names in a file of the tensor of an adapter: one, or one for each expert.
+/// The names in a file of the tensor of an adapter: one, of which it may be some rows, or one for
+/// each expert.
 #[derive(Debug)]
 pub(super) enum Files {
     One(String),
+    Rows(String, Vec<Range<usize>>),
     Experts(Vec<String>),
 }
 
@@ -25,15 +28,17 @@ impl Files {
     /// A name, for messages and for what all have.
     pub(super) fn first(&self) -> &str {
         match self {
-            Self::One(name) => name,
+            Self::One(name) | Self::Rows(name, _) => name,
             Self::Experts(names) => names.first().map_or("", String::as_str),
         }
     }
 
     pub(super) fn info(&self, source: &dyn TensorSource) -> Option<TensorInfo> {
         let mut info = source.info(self.first())?;
-        if let Self::Experts(names) = self {
-            info.shape.insert(0, names.len());
+        match self {
+            Self::One(_) => {}
+            Self::Rows(_, rows) => info.shape[0] = rows.iter().map(ExactSizeIterator::len).sum(),
+            Self::Experts(names) => info.shape.insert(0, names.len()),
         }
         Some(info)
     }
@@ -47,17 +52,46 @@ impl Files {
     ) -> Result<Tensor> {
         let names = match self {
             Self::One(name) => return source.read(name, region, dtype, device),
+            Self::Rows(name, rows) => {
+                let parts = regions(rows, region).into_iter();
+                let read = |part: Region| source.read(name, &part, dtype, device)?.flatten_all();
+                let parts = parts.map(|part| Ok(read(part)?)).collect::<Result<Vec<_>>>()?;
+                return joined_parts(&parts, dtype, device);
+            }
             Self::Experts(names) => names,
         };
         let within =
             Region { offsets: region.offsets[1..].to_vec(), sizes: region.sizes[1..].to_vec() };
         let experts = names.iter().skip(region.offsets[0]).take(region.sizes[0]);
         let parts = experts.map(|name| source.read(name, &within, dtype, device));
-        match parts.collect::<Result<Vec<_>>>()?.as_slice() {
-            [] => Ok(Tensor::zeros(0, dtype, device)?),
-            parts => Ok(Tensor::cat(parts, 0)?),
-        }
+        joined_parts(&parts.collect::<Result<Vec<_>>>()?, dtype, device)
     }
+}
+
+fn joined_parts(parts: &[Tensor], dtype: DType, device: &Device) -> Result<Tensor> {
+    match parts {
+        [] => Ok(Tensor::zeros(0, dtype, device)?),
+        parts => Ok(Tensor::cat(parts, 0)?),
+    }
+}
+
+/// The parts of a file's tensor that are the region of the tensor made of these rows of it.
+fn regions(rows: &[Range<usize>], region: &Region) -> Vec<Region> {
+    let wanted = region.offsets[0]..region.offsets[0] + region.sizes[0];
+    let mut begin = 0;
+    let mut parts = Vec::new();
+    for range in rows {
+        let end = begin + range.len();
+        let (first, last) = (wanted.start.max(begin), wanted.end.min(end));
+        if first < last {
+            let mut part = region.clone();
+            part.offsets[0] = range.start + first - begin;
+            part.sizes[0] = last - first;
+            parts.push(part);
+        }
+        begin = end;
+    }
+    parts
 }
 
 /// Joins the tensors of experts to stacks, for layers whose weight is one stack (`is_stack`).

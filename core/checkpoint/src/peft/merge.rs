@@ -184,8 +184,15 @@ impl<'a> MergedModel<'a> {
                 "has `{name}`; for `{target}`, the weights of all experts, only plain LoRA can be merged"
             ));
         }
+        let is_transposed = is_embedding || self.has_transposed(layer);
+        if is_transposed && has_magnitude {
+            return self.fail(format!(
+                "has magnitudes (DoRA) of `{target}`, whose matrix is transposed in the base; merge it in PEFT \
+                 (`merge_and_unload`)"
+            ));
+        }
         // A weight is [outputs, inputs]; an embedding's is [inputs, outputs].
-        let (outputs, inputs) = if is_embedding { (columns, rows) } else { (rows, columns) };
+        let (outputs, inputs) = if is_transposed { (columns, rows) } else { (rows, columns) };
         let pair = PAIRS[usize::from(is_embedding)];
         let part = |part: &str| self.adapter.info(&format!("{layer}.{part}")).map(|i| i.shape);
         let (Some(a), Some(b)) = (part(pair.0), part(pair.1)) else {
@@ -221,6 +228,19 @@ impl<'a> MergedModel<'a> {
                 self.fail(format!("has a tensor `{name}`, which is of no LoRA or DoRA adapter"))
             }
         }
+    }
+
+    /// Whether a linear layer's weight is `[inputs, outputs]` in the base, as GPT-2's are.
+    fn has_transposed(&self, layer: &str) -> bool {
+        let shape = |source: &dyn TensorSource, name: &str| {
+            source.info(&format!("{layer}.{name}")).map(|info| info.shape)
+        };
+        let [a, b] = [PAIRS[0].0, PAIRS[0].1].map(|part| shape(&self.adapter, part));
+        let (Some(a), Some(b)) = (a, b) else { return false };
+        // Layers of other kinds may stand beside such layers.
+        let transposed = [a.last(), b.first()].map(|size| size.copied().unwrap_or(0));
+        self.adapter.config().has_transposed_base()
+            && shape(self.base, "weight").is_some_and(|base| base == transposed)
     }
 
     /// Checks a tensor that replaces a tensor of the base.
@@ -293,7 +313,8 @@ impl<'a> MergedModel<'a> {
             let first = of_a.shape.len() - 2;
             let rank = of_a.shape[first];
             // The weight is [outputs, inputs]; an embedding's is [inputs, outputs].
-            let (outputs, inputs) = if embedding { (1, 0) } else { (first, first + 1) };
+            let is_transposed = embedding || self.has_transposed(layer);
+            let (outputs, inputs) = if is_transposed { (1, 0) } else { (first, first + 1) };
             let part = |name: &str, sizes: [usize; 2], offsets: [usize; 2]| {
                 let region = Region {
                     offsets: [&region.offsets[..first], &offsets].concat(),
@@ -305,7 +326,7 @@ impl<'a> MergedModel<'a> {
             let a = part(&a, [rank, region.sizes[inputs]], [0, region.offsets[inputs]])?;
             let b = part(&b, [region.sizes[outputs], rank], [region.offsets[outputs], 0])?;
             let product = (b.matmul(&a)? * self.adapter.config().scale(rank))?;
-            let product = if embedding { product.t()?.contiguous()? } else { product };
+            let product = if is_transposed { product.t()?.contiguous()? } else { product };
             return Ok(Some(product.flatten_all()?));
         }
         Ok(None)

@@ -9,7 +9,7 @@ use super::super::{SafetensorsSource, TensorInfo, TensorSource, TorchSource};
 use super::experts::{Files, joined};
 use super::{ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX, PeftConfig};
 use crate::{Error, Result};
-use fulgurite_engine::module::{Adapters, expert_stack};
+use fulgurite_engine::module::{Adapters, ForeignNames, ForeignPart, expert_stack, pattern_names};
 use fulgurite_engine::shard::Region;
 
 /// The tensor file of adapters from older versions of PEFT.
@@ -32,6 +32,18 @@ impl AdapterSource {
     /// If the configuration or the tensors are missing or damaged, or the configuration asks for an
     /// unsupported option, naming the key.
     pub fn open(dir: &Path) -> Result<Self> {
+        Self::open_as(dir, None)
+    }
+
+    /// Opens the directory of an adapter whose layers have these names in files.
+    ///
+    /// The parts of a layer have its first matrix and their rows of the second one, and compute what
+    /// it does.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open), and if a matrix that was trained whole is another way around in the
+    /// file.
+    pub fn open_as(dir: &Path, foreign: Option<&dyn ForeignNames>) -> Result<Self> {
         let config = PeftConfig::read(dir)?;
         config.check(&dir.join(ADAPTER_CONFIG))?;
         // As in PEFT, the pickle is read only if the safetensors file is missing.
@@ -48,19 +60,24 @@ impl AdapterSource {
             };
             // If the vocabulary was resized, PEFT also writes the parts of a saved module: the
             // untrained weight, and the trained weight a second time.
-            let plain = ours.replace(".modules_to_save.", ".");
-            let is_second = plain != ours && tensors.info(&format!("{PREFIX}{plain}")).is_some();
+            let saved = ours.replace(".modules_to_save.", ".");
+            let is_second = saved != ours && tensors.info(&format!("{PREFIX}{saved}")).is_some();
             if ours.contains(".original_module.") || is_second {
                 continue;
             }
-            let ours = ours.replace(".modules_to_save.default.", ".modules_to_save.");
-            let ours = ours.replace(".base_layer.", ".").replace(".modules_to_save.", ".");
-            if theirs.contains(".base_layer.") {
-                base.insert(ours.clone());
-            }
-            if let Some(other) = names.insert(ours.clone(), Files::One(theirs.to_owned())) {
-                let other = other.first();
-                return fail(format!("has `{other}` and `{theirs}`, which are both `{ours}`"));
+            let ours = plain(ours);
+            let parts = match parts_of(&ours, theirs, foreign) {
+                Ok(parts) => parts,
+                Err(message) => return fail(message),
+            };
+            for (ours, file) in parts {
+                if theirs.contains(".base_layer.") {
+                    base.insert(ours.clone());
+                }
+                if let Some(other) = names.insert(ours.clone(), file) {
+                    let other = other.first();
+                    return fail(format!("has `{other}` and `{theirs}`, which are both `{ours}`"));
+                }
             }
         }
         Ok(Self { tensors, names, base, config })
@@ -107,9 +124,14 @@ impl AdapterSource {
             |value: &serde_json::Value| PeftConfig::list(value).filter(|_| config.lists_targets());
         let lists = (listed(&config.target_modules), listed(&config.exclude_modules));
         let (mut targets, exclude) = match lists {
-            (Some(targets), Some(exclude)) => (targets, exclude),
+            (Some(targets), Some(exclude)) if !self.is_translated() => (targets, exclude),
             _ => (self.layers().into_iter().map(exactly).collect(), Vec::new()),
         };
+        // PEFT trains a module whole that is also named as a layer.
+        let saved = config.modules_to_save.as_deref().unwrap_or_default();
+        targets.retain(|target| {
+            !saved.contains(target) || self.layers().iter().any(|path| pattern_names(target, path))
+        });
         let mut stacks: BTreeMap<String, BTreeSet<usize>> = BTreeMap::new();
         for (stack, expert) in targets.iter().filter_map(|target| expert_stack(target)) {
             stacks.entry(stack).or_default().insert(expert);
@@ -121,10 +143,8 @@ impl AdapterSource {
         });
         targets.extend(stacks.into_keys());
         targets.sort();
-        let saved: BTreeSet<&str> = self
-            .others()
-            .filter_map(|name| config.saved_module(name.rsplit_once('.').map_or("", |(p, _)| p)))
-            .collect();
+        let saved: BTreeSet<&str> =
+            self.others().filter_map(|name| self.saved_module(name)).collect();
         Ok(Adapters {
             rank: config.r,
             alpha: config.lora_alpha,
@@ -137,6 +157,32 @@ impl AdapterSource {
             modules_to_save: saved.into_iter().map(exactly).collect(),
             bias: config.bias(&path)?,
         })
+    }
+
+    /// The path in the file of a tensor's module.
+    fn path_in_file(&self, name: &str) -> String {
+        let theirs = self.names.get(name).map_or(name, Files::first);
+        let plain = plain(theirs.strip_prefix(PREFIX).unwrap_or(theirs));
+        plain.rsplit_once('.').map_or_else(String::new, |(path, _)| path.to_owned())
+    }
+
+    /// Whether a layer has another name in the file.
+    fn is_translated(&self) -> bool {
+        self.names.iter().any(|(name, files)| {
+            let theirs = files.first().strip_prefix(PREFIX).map(plain);
+            let in_file = theirs.as_deref().and_then(layer_of);
+            !matches!(files, Files::Experts(_)) && layer_of(name) != in_file
+        })
+    }
+
+    /// The module trained whole that a tensor belongs to, if it is one's.
+    fn saved_module<'n>(&self, name: &'n str) -> Option<&'n str> {
+        let path = name.rsplit_once('.').map_or("", |(path, _)| path);
+        let in_file = self.path_in_file(name);
+        match in_file == path {
+            true => self.config.saved_module(path),
+            false => self.config.saved_module(&in_file).map(|_| path),
+        }
     }
 
     /// Returns the paths of the layers with an adapter.
@@ -153,12 +199,57 @@ impl AdapterSource {
     ///
     /// It may belong to an adapted layer, or to an embedding or head.
     pub fn is_of_base(&self, name: &str) -> bool {
-        let (path, parameter) = name.rsplit_once('.').unwrap_or(("", name));
+        let parameter = name.rsplit_once('.').map_or(name, |(_, parameter)| parameter);
         let biases = self.config.bias != "none" && parameter == "bias";
         layer_of(name).is_none()
             && !biases
-            && (self.base.contains(name) || self.config.saved_module(path).is_none())
+            && (self.base.contains(name) || self.saved_module(name).is_none())
     }
+}
+
+/// A name of a file without PEFT's segments.
+fn plain(name: &str) -> String {
+    let name = name.replace(".modules_to_save.default.", ".modules_to_save.");
+    name.replace(".base_layer.", ".").replace(".modules_to_save.", ".")
+}
+
+/// The model's tensors that the tensor `name` of a file is made of, where the file has it as
+/// `theirs`.
+fn parts_of(
+    name: &str,
+    theirs: &str,
+    foreign: Option<&dyn ForeignNames>,
+) -> Result<Vec<(String, Files)>, String> {
+    let Some(foreign) = foreign else {
+        return Ok(vec![(name.to_owned(), Files::One(theirs.to_owned()))]);
+    };
+    let (tensor, suffix) = match layer_of(name) {
+        Some(layer) => (format!("{layer}.weight"), &name[layer.len()..]),
+        None => (name.to_owned(), ""),
+    };
+    let part = |ForeignPart { parameter, rows, is_transposed }: ForeignPart| {
+        if suffix.is_empty() {
+            if is_transposed {
+                return Err(format!(
+                    "has `{theirs}`, a matrix that was trained whole and is the other way around in the model; merge \
+                     the adapter in PEFT (`merge_and_unload`)"
+                ));
+            }
+            let file = theirs.to_owned();
+            let files = rows
+                .map_or_else(|| Files::One(file.clone()), |rows| Files::Rows(file.clone(), rows));
+            return Ok((parameter, files));
+        }
+        let layer = parameter.strip_suffix(".weight").unwrap_or(&parameter);
+        // The first matrix takes the input, which all parts have.
+        let is_first = suffix == ".lora_A.weight" || suffix == ".lora_embedding_A";
+        let files = match rows.filter(|_| !is_first) {
+            None => Files::One(theirs.to_owned()),
+            Some(rows) => Files::Rows(theirs.to_owned(), rows),
+        };
+        Ok((format!("{layer}{suffix}"), files))
+    };
+    foreign.parts(&tensor).into_iter().map(part).collect()
 }
 
 /// Returns the pattern that matches this path only.

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::experts::expert_stack;
+use super::foreign_names::ForeignNames;
 use super::heads;
 use super::pattern::{
     PATTERN_HELP, any_pattern_matches, check_pattern, idle_pattern, pattern_matches, pattern_names,
@@ -121,6 +122,23 @@ impl Adapters {
     pub fn scale(&self) -> f64 {
         let rank = self.rank as f64;
         self.alpha / if self.rslora { rank.sqrt() } else { rank }
+    }
+
+    /// These adapters, with patterns of the model's names in place of a file's.
+    pub(super) fn translated(&self, names: &dyn ForeignNames) -> Self {
+        let own = |patterns: &[String]| -> Vec<String> {
+            let of = |pattern: &String| match names.modules(pattern) {
+                own if own.is_empty() => vec![pattern.clone()],
+                own => own,
+            };
+            patterns.iter().flat_map(of).collect()
+        };
+        Self {
+            targets: own(&self.targets),
+            exclude: own(&self.exclude),
+            modules_to_save: own(&self.modules_to_save),
+            ..self.clone()
+        }
     }
 
     /// Whether the layer at this path should have an adapter.

@@ -1,6 +1,6 @@
 //! The builder passed to the constructors of models.
 
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use candle_core::{DType, Device};
 
@@ -12,7 +12,7 @@ use super::stage::Stages;
 use super::tree::{ModuleInfo, ModuleTree, check_name};
 use super::unit::{Unit, UnitHandle};
 use super::var_builder::Recorder;
-use super::{ActivationCheckpointing, Adapters, Experts, Quantization};
+use super::{ActivationCheckpointing, Adapters, Experts, ForeignNames, Quantization};
 use crate::parallel::{InputCast, LayerHandle, ParallelLayer};
 use crate::parameter::{Buffer, BufferInit, BufferOptions, Init, Parameter, ParameterSpec};
 use crate::quantization::{Packed, PackedPart, SCALE_SUFFIX, WeightFormat};
@@ -100,6 +100,8 @@ impl Default for ModuleInit {
 pub struct ModuleBuilder {
     tree: Arc<Mutex<ModuleTree>>,
     init: Arc<ModuleInit>,
+    /// The adapters with patterns of the model's own names.
+    translated_adapters: Arc<OnceLock<Adapters>>,
     path: String,
     unit: Option<usize>,
     /// Compute dtype of the surrounding unit, or of the model outside of units.
@@ -115,6 +117,7 @@ impl ModuleBuilder {
             tree: Arc::default(),
             compute_dtype: init.compute_dtype,
             init: Arc::new(init),
+            translated_adapters: Arc::default(),
             path: String::new(),
             unit: None,
             frozen: false,
@@ -341,7 +344,17 @@ impl ModuleBuilder {
 
     /// The adapters of the model, if it has any.
     pub fn adapters(&self) -> Option<&Adapters> {
-        self.init.adapters.as_ref()
+        self.translated_adapters.get().or(self.init.adapters.as_ref())
+    }
+
+    /// Says how files of another library name the model's parameters. Patterns of
+    /// [`Adapters`] may then be in these names, and files of adapters are translated. Call it once,
+    /// before the first layer.
+    pub fn set_foreign_names(&self, names: Arc<dyn ForeignNames>) {
+        if let Some(adapters) = &self.init.adapters {
+            let _ = self.translated_adapters.set(adapters.translated(&*names));
+        }
+        self.tree().foreign_names = Some(names);
     }
 
     /// The adapter requested for the layer at this path, if it is a target of the model's
@@ -357,7 +370,7 @@ impl ModuleBuilder {
     }
 
     fn adapter_if(&self, targets: impl Fn(&Adapters, &str) -> bool) -> Option<&Adapters> {
-        let adapters = self.init.adapters.as_ref().filter(|all| targets(all, &self.path))?;
+        let adapters = self.adapters().filter(|all| targets(all, &self.path))?;
         self.tree().adapted.insert(self.path.clone());
         Some(adapters)
     }
@@ -424,7 +437,7 @@ impl ModuleBuilder {
     /// Whether a parameter is frozen.
     fn freezes(&self, fqn: &str, origin: Origin) -> bool {
         let of_base = || {
-            let adapters = self.init.adapters.as_ref();
+            let adapters = self.adapters();
             self.frozen || adapters.is_some_and(|adapters| !adapters.trains(fqn))
         };
         any_pattern_matches(&self.init.frozen, fqn) || (origin != Origin::Adapter && of_base())
@@ -602,7 +615,7 @@ impl ModuleBuilder {
         }
         tree.check_ends()?;
         tree.check_stages()?;
-        if let Some(adapters) = &self.init.adapters {
+        if let Some(adapters) = self.adapters() {
             adapters.check(&tree, &tree.adapted)?;
         }
         keep_in_fp32::check(&self.init.keep_in_fp32, &tree, &tree.in_fp32)?;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::parallelize::{AppliedPlans, Edge};
 use super::stage::Stages;
-use super::{AfterStep, Experts, FullyShard, UnitHandle};
+use super::{AfterStep, Experts, ForeignNames, FullyShard, UnitHandle};
 use crate::parallel::{LayerHandle, ParallelLayer};
 use crate::parameter::{Buffer, Parameter, ParameterSlot};
 use crate::{Error, Result};
@@ -36,6 +36,8 @@ pub struct ModuleTree {
     buffers: Vec<Buffer>,
     /// Whether a layer computes with the batches of all data-parallel ranks.
     synchronises_batches: bool,
+    /// See [`foreign_names`](Self::foreign_names).
+    pub(super) foreign_names: Option<Arc<dyn ForeignNames>>,
     /// Layers with an adapter.
     pub(super) adapted: BTreeSet<String>,
     /// Paths of layers that should compute in f32 and can cast.
@@ -62,6 +64,12 @@ pub struct ModuleTree {
 }
 
 impl ModuleTree {
+    /// How files of another library name the parameters, if the model
+    /// [says so](super::ModuleBuilder::set_foreign_names).
+    pub fn foreign_names(&self) -> Option<&dyn ForeignNames> {
+        self.foreign_names.as_deref()
+    }
+
     /// All parameters, in declaration order. Tied parameters appear once.
     pub fn parameters(&self) -> &[Parameter] {
         &self.parameters

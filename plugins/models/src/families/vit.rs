@@ -91,5 +91,16 @@ fn weights() -> WeightLayout {
     ] {
         layout = layout.rename(&format!("{ours}.{name}.*"), &format!("{theirs}.{file}.*"));
     }
+    // The names of modules in transformers 5, whose weights keep the names above.
+    for (name, file) in [
+        ("self_attn.q_proj", "attention.q_proj"),
+        ("self_attn.k_proj", "attention.k_proj"),
+        ("self_attn.v_proj", "attention.v_proj"),
+        ("self_attn.o_proj", "attention.o_proj"),
+        ("mlp.up_proj", "mlp.fc1"),
+        ("mlp.down_proj", "mlp.fc2"),
+    ] {
+        layout = layout.rename(&format!("{ours}.{name}.*"), &format!("vit.layers.*.{file}.*"));
+    }
     layout
 }

@@ -12,6 +12,7 @@ use fulgurite_nn::Loss;
 use fulgurite_trainer::metric::{Accuracy, Perplexity};
 use fulgurite_trainer::trainer::{Hooks, LightningModule, StepContext};
 
+use super::common;
 use super::expert_load::log_expert_load;
 use crate::config::ModelConfig;
 use crate::decoder::Decoder;
@@ -48,7 +49,9 @@ impl LightningModule for CausalLm {
     }
 
     fn configure_model(config: &ModelConfig, b: &ModuleBuilder) -> Result<Self> {
-        Ok(Self { model: Decoder::new(&config.clone().decoder()?, b)? })
+        let decoder = config.clone().decoder()?;
+        common::name_layers::<Self>(config, b)?;
+        Ok(Self { model: Decoder::new(&decoder, b)? })
     }
 
     fn pretrained(config: &ModelConfig) -> Option<PathBuf> {

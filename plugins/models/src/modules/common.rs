@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
+use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_checkpoint::{TensorInfo, TensorSource};
@@ -12,7 +13,7 @@ use fulgurite_error::{Error, Result};
 use fulgurite_nn::Documents;
 use fulgurite_trainer::trainer::LightningModule;
 
-use crate::config::ModelConfig;
+use crate::config::{ModelConfig, OF_MODULES};
 use crate::decoder::Decoder;
 use crate::encoder::{Encoder, EncoderConfig, EncoderInput, InputConfig};
 use crate::families::{Architecture, Description};
@@ -35,6 +36,19 @@ pub(super) fn complete(config: &ModelConfig) -> Result<ModelConfig> {
     let mut config = config.clone();
     config.read_file()?;
     Ok(config)
+}
+
+/// Tells the builder the names that the layers of module `M` have in files of `transformers`.
+///
+/// # Errors
+/// If the configuration is wrong.
+pub(super) fn name_layers<M: LightningModule<Config = ModelConfig>>(
+    config: &ModelConfig,
+    b: &ModuleBuilder,
+) -> Result<()> {
+    let description = config.clone().describe_for(OF_MODULES)?;
+    b.set_foreign_names(Arc::new(description.weights_of(M::module_type().unwrap_or_default())));
+    Ok(())
 }
 
 /// Returns the encoder of a configuration, for a module that takes `keys` of `[model]` itself.

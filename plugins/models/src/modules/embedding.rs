@@ -192,6 +192,7 @@ impl LightningModule for Embedding {
 
     fn configure_model(config: &ModelConfig, b: &ModuleBuilder) -> Result<Self> {
         let config = &common::complete(config)?;
+        common::name_layers::<Self>(config, b)?;
         let (network, is_decoder) = match config.clone().describe_for(KEYS)?.architecture {
             Architecture::Encoder(encoder) => {
                 (Network::Encoder(Box::new(Encoder::new(&encoder, b)?)), false)

@@ -18,6 +18,7 @@ use fulgurite_trainer::metric::Mean;
 use fulgurite_trainer::trainer::{HookContext, Hooks, LightningModule, StepContext};
 
 use super::causal_lm::{CausalLm, fit_to_tokens};
+use super::common;
 use super::expert_load::log_expert_load;
 use super::grpo_config::{GrpoConfig, ScaleRewards};
 use super::grpo_loss::{Advantages, RewardedTokens};
@@ -374,6 +375,7 @@ impl LightningModule for Grpo {
         let decoder = config.clone().decoder_for(GRPO_KEYS)?;
         decoder.check_unbalanced()?;
         b.no_stages("it generates text in each step, with the whole model");
+        common::name_layers::<Self>(config, b)?;
         let policy = Decoder::new(&decoder, b)?;
         rewards.set_device(policy.device());
         let reference = match own.beta > 0.0 {

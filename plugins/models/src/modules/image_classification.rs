@@ -161,6 +161,7 @@ impl LightningModule for ImageClassification {
     fn configure_model(config: &ModelConfig, b: &ModuleBuilder) -> Result<Self> {
         let config = &common::complete(config)?;
         let encoder = common::encoder(config, KEYS)?;
+        common::name_layers::<Self>(config, b)?;
         let file = preprocessor(config)?;
         Ok(Self {
             head: Classifier::new(b, &encoder, encoder.classifier, classes::count(config)?)?,

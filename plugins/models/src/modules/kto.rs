@@ -16,6 +16,7 @@ use fulgurite_trainer::trainer::{Hooks, LightningModule, StepContext};
 use serde_json::Value;
 
 use super::causal_lm::{CausalLm, fit_to_tokens};
+use super::common;
 use super::expert_load::log_expert_load;
 use super::reference::{self, Predicted, Reference, log_probabilities};
 use crate::config::{ModelConfig, Reader};
@@ -230,6 +231,7 @@ impl LightningModule for Kto {
         let (loss, is_known) = keys(config)?;
         let decoder = config.clone().decoder_for(KTO_KEYS)?;
         decoder.check_unbalanced()?;
+        common::name_layers::<Self>(config, b)?;
         let policy = Decoder::new(&decoder, b)?;
         let reference = match is_known {
             true => Reference::Data,

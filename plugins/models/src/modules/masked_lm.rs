@@ -177,6 +177,7 @@ impl LightningModule for MaskedLm {
                 config.model_type()
             ))
         })?;
+        common::name_layers::<Self>(config, b)?;
         let encoder = Encoder::new(&encoder_config, b)?;
         let ids = encoder.token_weight()?.global_shape()[0];
         let mask = mask.filter(|mask| (*mask as usize) < ids).ok_or_else(|| {

@@ -12,6 +12,7 @@ use fulgurite_trainer::trainer::{Hooks, LightningModule, StepContext};
 use serde_json::Value;
 
 use super::causal_lm::{CausalLm, fit_to_tokens};
+use super::common;
 use super::expert_load::log_expert_load;
 use super::preference_losses::{Answers, PreferenceLoss};
 use super::reference::{self, Predicted, Reference, log_probabilities};
@@ -153,6 +154,7 @@ impl LightningModule for Preference {
         let (loss, reference) = keys(config)?;
         let decoder = config.clone().decoder_for(PREFERENCE_KEYS)?;
         decoder.check_unbalanced()?;
+        common::name_layers::<Self>(config, b)?;
         let policy = Decoder::new(&decoder, b)?;
         let wrong = |message: &str| Error::Config(format!("`model.reference`: {message}"));
         let reference = match (reference.as_deref(), loss.needs_reference()) {

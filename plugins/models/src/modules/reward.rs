@@ -140,6 +140,7 @@ impl LightningModule for Reward {
 
     fn configure_model(config: &ModelConfig, b: &ModuleBuilder) -> Result<Self> {
         let config = &common::complete(config)?;
+        common::name_layers::<Self>(config, b)?;
         let network = ScoredTexts::new(config, KEYS, 1, b)?;
         let center_rewards_coefficient = center_rewards_coefficient(config)?;
         Ok(Self { network, center_rewards_coefficient })

@@ -234,6 +234,7 @@ impl LightningModule for SequenceClassification {
             1 => Problem::Regression,
             _ => Problem::SingleLabel,
         });
+        common::name_layers::<Self>(config, b)?;
         let network = ScoredTexts::new(config, classes::KEYS, outputs, b)?;
         Ok(Self { network, problem, outputs, names, map: ClassMap::default() })
     }

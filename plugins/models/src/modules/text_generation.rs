@@ -13,6 +13,7 @@ use fulgurite_trainer::trainer::{HookContext, Hooks, LightningModule, StepContex
 use serde_json::Value;
 
 use super::CausalLm;
+use super::common;
 use crate::config::ModelConfig;
 use crate::decoder::Decoder;
 use crate::generation::{Answer, GenerationRanks, Generator, PromptBatch, Prompts, end_tokens};
@@ -99,7 +100,9 @@ impl LightningModule for TextGeneration {
 
     fn configure_model(config: &ModelConfig, b: &ModuleBuilder) -> Result<Self> {
         b.no_stages("it generates text, with the whole model");
-        let model = Decoder::new(&config.clone().decoder()?, b)?;
+        let decoder = config.clone().decoder()?;
+        common::name_layers::<Self>(config, b)?;
+        let model = Decoder::new(&decoder, b)?;
         // The directory of a checkpoint's first weights may be gone.
         let directory = config.directory().ok().flatten();
         let end_tokens = directory.as_deref().map(end_tokens).transpose()?;

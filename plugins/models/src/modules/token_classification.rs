@@ -110,6 +110,7 @@ impl LightningModule for TokenClassification {
     fn configure_model(config: &ModelConfig, b: &ModuleBuilder) -> Result<Self> {
         let config = &common::complete(config)?;
         let (classes, names) = (classes::count(config)?, classes::names(config)?);
+        common::name_layers::<Self>(config, b)?;
         let network = match config.clone().describe_for(classes::KEYS)?.architecture {
             Architecture::Encoder(encoder) => Network::Encoder(Box::new((
                 Encoder::new(&encoder, b)?,

@@ -1,6 +1,7 @@
 //! Which tensors of a file make which tensors of a model.
 
 use fulgurite_checkpoint::Packing;
+use fulgurite_engine::module::{ForeignNames, ForeignPart};
 use fulgurite_error::{Error, Result};
 
 use super::view::{Rows, View};
@@ -285,6 +286,64 @@ impl WeightLayout {
         }
         (model.to_owned(), vec![(model.to_owned(), View::WHOLE)])
     }
+}
+
+impl ForeignNames for WeightLayout {
+    fn parts(&self, tensor: &str) -> Vec<ForeignPart> {
+        let part = |(parameter, view): (String, View)| ForeignPart {
+            parameter,
+            rows: view.rows_in_file(),
+            is_transposed: view.transposed,
+        };
+        let known = |tensor: &str| {
+            let parts = self.of_file(tensor);
+            let has_rule = parts.len() > 1 || parts[0].0 != tensor || parts[0].1 != View::WHOLE;
+            // Experts have names of their own.
+            (has_rule && !parts[0].1.stacked).then_some(parts)
+        };
+        // The model without its head may be a file's whole.
+        let parts = known(tensor).or_else(|| known(&format!("{}.{tensor}", self.prefix)));
+        let parts = parts.unwrap_or_else(|| vec![(tensor.to_owned(), View::WHOLE)]);
+        parts.into_iter().map(part).collect()
+    }
+
+    fn modules(&self, pattern: &str) -> Vec<String> {
+        let mut modules = Vec::new();
+        for Rule { file, parts } in &self.rules {
+            let path = |name: &str| name.rsplit_once('.').map(|(path, _)| path.to_owned());
+            let Some(stars) = path(file).and_then(|file| bound(pattern, &file)) else { continue };
+            let stars: Vec<&str> = stars.iter().map(String::as_str).collect();
+            let own = parts.iter().filter(|(_, view)| !view.stacked);
+            let own = own.filter_map(|(name, _)| path(name)).map(|name| filled(&name, &stars));
+            modules.extend(own.map(|path| format!(".{path}")));
+        }
+        modules.sort();
+        modules.dedup();
+        modules
+    }
+}
+
+/// The segments that the stars of the path `file` stand for, if a pattern names such a path: those
+/// of the pattern, or stars. A pattern is the end of a path, or with a dot in front the whole.
+fn bound(pattern: &str, file: &str) -> Option<Vec<String>> {
+    let whole = pattern.strip_prefix('.');
+    let own: Vec<&str> = whole.unwrap_or(pattern).split('.').collect();
+    let path: Vec<&str> = file.split('.').collect();
+    if own.len() > path.len() || (whole.is_some() && own.len() != path.len()) {
+        return None;
+    }
+    let before = path.len() - own.len();
+    let mut stars = Vec::new();
+    for (i, segment) in path.iter().enumerate() {
+        let own = i.checked_sub(before).map(|i| own[i]);
+        match (*segment, own) {
+            ("*", Some(own)) => stars.push(own.to_owned()),
+            ("*", None) => stars.push("*".to_owned()),
+            (segment, Some(own)) if own != segment && own != "*" => return None,
+            _ => {}
+        }
+    }
+    Some(stars)
 }
 
 fn different_stars(model: &str, file: &str) -> Error {

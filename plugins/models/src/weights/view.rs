@@ -1,5 +1,7 @@
 //! The part of a file's tensor that a tensor of the model is.
 
+use std::ops::Range;
+
 use candle_core::{DType, Device, Tensor};
 use fulgurite_checkpoint::TensorSource;
 use fulgurite_engine::shard::Region;
@@ -75,6 +77,18 @@ impl View {
         };
         shape[0] = rows;
         Some(shape)
+    }
+
+    /// The rows of the file's tensor; `None` for all.
+    pub(super) fn rows_in_file(self) -> Option<Vec<Range<usize>>> {
+        match self.rows {
+            Rows::All | Rows::Interleaved { .. } => None,
+            Rows::Range { start, len } => Some(std::iter::once(start..start + len).collect()),
+            Rows::PerHead { part, parts, heads, dim } => {
+                let of = |head: usize| (head * parts + part) * dim;
+                Some((0..heads).map(|head| of(head)..of(head) + dim).collect())
+            }
+        }
     }
 
     /// Reads the region of the model's tensor from the file's tensor `file`, flat, to the host.

@@ -8,6 +8,7 @@ mod generation;
 mod gguf;
 mod modules;
 mod packed;
+mod peft_names;
 mod reference_page;
 mod routers;
 mod transformers;

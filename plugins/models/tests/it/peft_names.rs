@@ -1,0 +1,167 @@
+//! Adapters under the names that PEFT has for a model's layers (`fixtures/make_adapters.py`).
+
+use std::path::Path;
+use std::sync::Arc;
+
+use fulgurite::core::checkpoint::{self, AdapterSource, MergedModel};
+use fulgurite::core::collective::Solo;
+use fulgurite::core::module::{Adapters, ForeignNames as _, ForeignPart, ModuleInit};
+use fulgurite::core::trainer::LightningModule;
+use fulgurite::prelude::*;
+use fulgurite_data::PaddedTexts;
+use fulgurite_models::{CausalLm, MappedSource, ModelConfig, SequenceClassification};
+use fulgurite_test_support::training::strategy;
+
+use crate::fixtures::{assert_same, fixture, tensors};
+use crate::transformers::{config, ids};
+
+const DECODERS: [&str; 3] = ["gpt2", "phi3", "gpt_neox"];
+
+/// The module with the weights of a fixture or of `source`, and the adapter in `file`.
+fn load<M: LightningModule<Config = ModelConfig>>(
+    name: &str,
+    source: Option<Box<dyn checkpoint::TensorSource>>,
+    adapters: Option<Adapters>,
+    file: Option<&Path>,
+) -> Result<(Fabric, M)> {
+    let init = ModuleInit { adapters, ..ModuleInit::default() };
+    let strategy = strategy(r#"{"type": "single_device"}"#)?;
+    let mut fabric = Fabric::new(Arc::new(Solo::new("world", 0)), strategy, init, 5)?;
+    let config = config(name);
+    let module = fabric.setup_module(|b| M::configure_model(&config, b))?;
+    let source = match source {
+        Some(source) => source,
+        None => checkpoint::open(fixture(name))?,
+    };
+    checkpoint::load_into(&*M::map_weights(&config, source)?, fabric.module_tree()?, false)?;
+    if let Some(file) = file {
+        fabric.checkpoints().load_adapter(file)?;
+    }
+    fabric.checkpoints().finish_load()?;
+    Ok((fabric, module))
+}
+
+fn adapters(directory: &Path) -> Option<Adapters> {
+    Some(AdapterSource::open(directory).unwrap().adapters().unwrap())
+}
+
+fn texts(name: &str) -> PaddedTexts {
+    let expected = tensors(name, "expected.safetensors");
+    let ids = ids(&expected["input_ids"]);
+    let mask = expected["mask"].to_dtype(DType::U8).unwrap();
+    let segments = match expected.get("segments") {
+        Some(segments) => crate::transformers::ids(segments),
+        None => ids.zeros_like().unwrap(),
+    };
+    let lengths = mask.to_dtype(DType::U32).unwrap().sum(1).unwrap().to_vec1::<u32>().unwrap();
+    let lengths = lengths.into_iter().map(|length| length as usize).collect();
+    PaddedTexts { ids, segments, mask, lengths }
+}
+
+#[test]
+fn adapters_of_decoders_compute_as_in_peft() {
+    for name in DECODERS {
+        let directory = fixture(&format!("{name}_peft"));
+        let expected = tensors(&format!("{name}_peft"), "expected.safetensors");
+        let inputs = ids(&tensors(name, "expected.safetensors")["input_ids"]);
+        let (fabric, module) =
+            load::<CausalLm>(name, None, adapters(&directory), Some(&directory)).unwrap();
+        assert_same(name, &module.model().forward(&inputs).unwrap(), &expected["logits"]);
+
+        // Written under this crate's names, and read again.
+        let temp = tempfile::tempdir().unwrap();
+        fabric.checkpoints().save_adapter(temp.path()).unwrap();
+        let (_, again) =
+            load::<CausalLm>(name, None, adapters(temp.path()), Some(temp.path())).unwrap();
+        assert_same(name, &again.model().forward(&inputs).unwrap(), &expected["logits"]);
+
+        // Merged into the file of the base, whose matrices GPT-2 has transposed.
+        let base = checkpoint::open(fixture(name)).unwrap();
+        let merged = MergedModel::new(&base, &directory).unwrap();
+        let config = config(name);
+        let layout = config.clone().describe().unwrap().weights;
+        let (fabric, module) = load::<CausalLm>(name, None, None, None).unwrap();
+        let source = MappedSource::new(&merged, &layout).unwrap();
+        checkpoint::load_into(&source, fabric.module_tree().unwrap(), false).unwrap();
+        fabric.checkpoints().finish_load().unwrap();
+        assert_same(name, &module.model().forward(&inputs).unwrap(), &expected["logits"]);
+    }
+}
+
+#[test]
+fn adapters_of_classifiers_compute_as_in_peft() {
+    for name in ["bert_classes", "modernbert_classes"] {
+        let directory = fixture(&format!("{name}_peft"));
+        let expected = tensors(&format!("{name}_peft"), "expected.safetensors");
+        let (_fabric, module) =
+            load::<SequenceClassification>(name, None, adapters(&directory), Some(&directory))
+                .unwrap();
+        assert_same(name, &module.forward(&texts(name)).unwrap(), &expected["logits"]);
+    }
+}
+
+#[cfg(feature = "images")]
+#[test]
+fn adapters_of_pictures_compute_as_in_peft() {
+    let directory = fixture("vit_peft");
+    let expected = tensors("vit_peft", "expected.safetensors");
+    let (_fabric, module) = load::<fulgurite_models::ImageClassification>(
+        "vit",
+        None,
+        adapters(&directory),
+        Some(&directory),
+    )
+    .unwrap();
+    // The fixture's pictures are normalised.
+    let pixels = &tensors("vit", "expected.safetensors")["pictures"];
+    let pixels = ((pixels * 0.5).unwrap() + 0.5).unwrap();
+    assert_same("vit", &module.forward(&pixels).unwrap(), &expected["logits"]);
+}
+
+#[test]
+fn patterns_are_translated() {
+    let modules = |name: &str, pattern: &str| {
+        config(name).describe().unwrap().weights.modules(pattern).join(" ")
+    };
+    let layers = ".model.layers.*.self_attn";
+    let qkv = format!("{layers}.k_proj {layers}.q_proj {layers}.v_proj");
+    assert_eq!(modules("gpt_neox", "query_key_value"), qkv);
+    assert_eq!(modules("gpt2", "c_attn"), qkv);
+    // PEFT means both of this name.
+    assert_eq!(modules("gpt2", "c_proj"), format!(".model.layers.*.mlp.down_proj {layers}.o_proj"));
+    assert_eq!(modules("gpt2", "attn.c_proj"), format!("{layers}.o_proj"));
+    assert_eq!(modules("gpt2", "h.1.attn.c_proj"), ".model.layers.1.self_attn.o_proj");
+    assert_eq!(modules("gpt2", ".transformer.h.1.mlp.c_fc"), ".model.layers.1.mlp.up_proj");
+    assert_eq!(modules("gpt2", ".h.1.mlp.c_fc"), "");
+    // These are the model's own names.
+    for (name, pattern) in
+        [("llama", "q_proj"), ("gpt2", "q_proj"), ("gpt2", "fc"), ("phi3", "mlp")]
+    {
+        assert_eq!(modules(name, pattern), "", "{name} {pattern}");
+    }
+}
+
+#[test]
+fn parts_of_layers_have_their_rows() {
+    let layout = config("gpt_neox").describe().unwrap().weights;
+    let parts = layout.parts("gpt_neox.layers.2.attention.query_key_value.weight");
+    let (heads, dim) = (4, 8);
+    let rows = |part: usize| {
+        (0..heads).map(move |head| (head * 3 + part) * dim).map(move |row| row..row + dim)
+    };
+    for (i, (name, part)) in ["q_proj", "k_proj", "v_proj"].into_iter().zip(parts).enumerate() {
+        let expected = ForeignPart {
+            parameter: format!("model.layers.2.self_attn.{name}.weight"),
+            rows: Some(rows(i).collect()),
+            is_transposed: false,
+        };
+        assert_eq!(part, expected);
+    }
+    // A file of the model without its head, and a name that is equal on both sides.
+    let one = |name: &str| layout.parts(name)[0].parameter.clone();
+    assert_eq!(one("layers.1.attention.dense.weight"), "model.layers.1.self_attn.o_proj.weight");
+    assert_eq!(
+        one("model.layers.1.self_attn.o_proj.weight"),
+        "model.layers.1.self_attn.o_proj.weight"
+    );
+}
