@@ -1,16 +1,14 @@
 //! An allocator that counts large blocks.
-#![allow(unsafe_code)] // an allocator, and address space from the system for dry runs
+#![allow(unsafe_code)] // an allocator
 
 use std::alloc::{GlobalAlloc, Layout};
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 
+use super::address_space::{self, PAGE};
 use super::trace;
 
 /// Blocks of at least this many bytes are counted. Smaller ones are not tensors.
 pub const COUNTED_BYTES: usize = 256;
-
-/// The least size of a page, to which mappings are aligned.
-const PAGE: usize = 4096;
 
 /// A dry run takes blocks of at least this many bytes as address space, whose pages exist once they
 /// are written.
@@ -72,47 +70,16 @@ pub fn adopt(bytes: usize) {
     }
 }
 
-/// Zeroed address space, which takes memory page by page when it is written. Null if there is none.
-fn reserve(bytes: usize) -> *mut u8 {
-    // SAFETY: an anonymous mapping at an address of the system's choice.
-    let block = unsafe {
-        libc::mmap(
-            std::ptr::null_mut(),
-            bytes,
-            libc::PROT_READ | libc::PROT_WRITE,
-            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | RESERVE,
-            -1,
-            0,
-        )
-    };
-    if block == libc::MAP_FAILED {
-        return std::ptr::null_mut();
-    }
-    // Avoids a huge page for a small write.
-    #[cfg(any(target_os = "linux", target_os = "android"))]
-    if bytes >= HUGE_PAGE {
-        // SAFETY: the mapping made above. Only advice: a failure changes nothing.
-        unsafe { libc::madvise(block, bytes, libc::MADV_NOHUGEPAGE) };
-    }
-    block.cast()
-}
-
-#[cfg(any(target_os = "linux", target_os = "android"))]
-const HUGE_PAGE: usize = 2 << 20;
-
-/// The mapping is not counted as memory that the system promises.
-#[cfg(any(target_os = "linux", target_os = "android"))]
-const RESERVE: libc::c_int = libc::MAP_NORESERVE;
-#[cfg(not(any(target_os = "linux", target_os = "android")))]
-const RESERVE: libc::c_int = 0;
-
 impl<A: GlobalAlloc> Accounted<A> {
     /// Allocates a large block during a trace.
     #[cold]
     unsafe fn alloc_traced(&self, layout: Layout, zeroed: bool) -> *mut u8 {
         let may_reserve =
             layout.size() >= RESERVED_BYTES && layout.align() <= PAGE && trace::reserves();
-        let mapping = if may_reserve { reserve(layout.size()) } else { std::ptr::null_mut() };
+        let mapping = match may_reserve {
+            true => address_space::reserve(layout.size()),
+            false => std::ptr::null_mut(),
+        };
         // If the system refuses the mapping, the inner allocator gets its turn.
         let reserved = !mapping.is_null();
         let block = if reserved {
@@ -134,8 +101,8 @@ impl<A: GlobalAlloc> Accounted<A> {
     #[cold]
     unsafe fn dealloc_traced(&self, block: *mut u8, layout: Layout) {
         if trace::remove(block as usize) {
-            // SAFETY: a mapping of this size, which nothing uses any more.
-            unsafe { libc::munmap(block.cast(), layout.size()) };
+            // SAFETY: reserved with this size, and nothing uses it any more.
+            unsafe { address_space::release(block, layout.size()) };
         } else {
             // SAFETY: the caller's own promise; the block is the inner allocator's.
             unsafe { self.0.dealloc(block, layout) }
@@ -144,7 +111,7 @@ impl<A: GlobalAlloc> Accounted<A> {
 }
 
 // SAFETY: blocks come from the inner allocator, which is called with the caller's arguments, or are
-// mappings of the system, which are page-aligned, zeroed, and given back only by `munmap`.
+// reserved address space, which is page-aligned and zeroed, and is released as such.
 unsafe impl<A: GlobalAlloc> GlobalAlloc for Accounted<A> {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if layout.size() < COUNTED_BYTES {

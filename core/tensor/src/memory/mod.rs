@@ -24,6 +24,7 @@
 //! ```
 
 mod accounting;
+mod address_space;
 mod kind;
 mod trace;
 

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use super::address_space;
 use super::kind::{self, MemoryKind};
 
 /// Bytes held at a moment, by kind.
@@ -128,6 +129,7 @@ impl Drop for Trace {
                 recorder.blocks.values_mut().for_each(|block| block.bytes = 0);
                 BLOCKS.store(recorder.blocks.len(), Ordering::Relaxed);
             }
+            address_space::forget();
         });
         IS_ON.store(false, Ordering::SeqCst);
     }
@@ -195,7 +197,7 @@ pub(super) fn remove(address: usize) -> bool {
 }
 
 /// Calls `f`, whose own blocks are not recorded.
-fn inside<T>(f: impl FnOnce() -> T) -> T {
+pub(super) fn inside<T>(f: impl FnOnce() -> T) -> T {
     let before = INSIDE.replace(true);
     let value = f();
     INSIDE.set(before);
