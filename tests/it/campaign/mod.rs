@@ -14,6 +14,7 @@ mod kills;
 mod limits;
 mod losses;
 mod pipelines;
+mod plans;
 mod readers;
 mod strangers;
 mod trials;
