@@ -46,7 +46,7 @@ pub(super) fn summarize(session: &mut Session) -> Result<()> {
 
 /// Compares the plan with what the ranks' steps took.
 fn compared(session: &Session, used: &[Used]) -> PlanComparison {
-    let plan = session.setup.plan.as_deref();
+    let plan = session.setup.plan;
     let step_s = session.recorder.meter().median_step_secs();
     let sum = |sum: Option<u64>, used: &Used| Some(sum? + used.traffic_bytes?);
     PlanComparison {

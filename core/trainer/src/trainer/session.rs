@@ -1,7 +1,6 @@
 //! A run in progress: its parts, and the hooks, which see all of them.
 
 use std::path::PathBuf;
-use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 
@@ -17,7 +16,7 @@ use super::record::recorder::Recorder;
 use super::{Event, HookContext};
 use crate::fabric::{Fabric, FabricOptimizer, FabricOptimizers, SampleIdentity};
 use crate::run::TrainerConfig;
-use crate::trainer::run_plan::RunPlan;
+use crate::trainer::run_plan::Planned;
 use crate::{Error, Result};
 use fulgurite_engine::collective::ReduceOp;
 use fulgurite_engine::execution::read;
@@ -68,7 +67,7 @@ pub(super) struct SessionSetup {
     pub(super) step_ranks: usize,
     pub(super) shuffle: bool,
     pub(super) samples: SampleIdentity,
-    pub(super) plan: Option<Arc<RunPlan>>,
+    pub(super) plan: Option<Planned>,
     pub(super) print: fn(&str),
     pub(super) interrupted: fn() -> Option<Interruption>,
 }

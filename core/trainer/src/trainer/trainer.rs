@@ -40,7 +40,7 @@ use super::{
 use crate::fabric::{Connection, Fabric, StrategyInfo};
 use crate::profiler::LogExecutionTime;
 use crate::run::{Devices, RunConfig};
-use crate::trainer::run_plan::RunPlan;
+use crate::trainer::run_plan::{Planned, RunPlan};
 use crate::{Error, Result};
 use fulgurite_config::registry::kind;
 use fulgurite_config::to_table;
@@ -70,7 +70,7 @@ pub struct Trainer {
     sinks: Vec<SharedSink>,
     parallelize: Option<Arc<dyn ParallelizeFn>>,
     print: fn(&str),
-    plan: Option<Arc<RunPlan>>,
+    plan: Option<Planned>,
     interrupted: fn() -> Option<Interruption>,
     /// Whether this trainer has no process group, so that the configuration may only ask for one
     /// rank.
@@ -153,7 +153,7 @@ impl Trainer {
     /// Sets the plan that the run's summary compares with what was counted. Only rank 0's is used.
     #[must_use]
     pub fn with_plan(mut self, plan: Option<RunPlan>) -> Self {
-        self.plan = plan.map(Arc::new);
+        self.plan = plan.as_ref().map(Planned::of);
         self
     }
 
@@ -563,7 +563,7 @@ impl Trainer {
                 step_ranks: ranks,
                 shuffle,
                 samples,
-                plan: self.plan.clone(),
+                plan: self.plan,
                 print: self.print,
                 interrupted: self.interrupted,
             },

@@ -9,7 +9,9 @@ use fulgurite::core::module::{Adapters, ForeignNames as _, ForeignPart, ModuleIn
 use fulgurite::core::trainer::LightningModule;
 use fulgurite::prelude::*;
 use fulgurite_data::PaddedTexts;
-use fulgurite_models::{CausalLm, MappedSource, ModelConfig, SequenceClassification};
+use fulgurite_models::{
+    CausalLm, GgufAdapter, GgufOptions, MappedSource, ModelConfig, SequenceClassification,
+};
 use fulgurite_test_support::training::strategy;
 
 use crate::fixtures::{assert_same, fixture, tensors};
@@ -74,6 +76,19 @@ fn adapters_of_decoders_compute_as_in_peft() {
         let (_, again) =
             load::<CausalLm>(name, None, adapters(temp.path()), Some(temp.path())).unwrap();
         assert_same(name, &again.model().forward(&inputs).unwrap(), &expected["logits"]);
+
+        // llama.cpp computes the other models otherwise.
+        let gguf = |directory: &Path| {
+            let path = temp.path().join("adapter.gguf");
+            let adapter =
+                GgufAdapter::open(directory, Some(&fixture(name)), GgufOptions::default()).unwrap();
+            adapter.write(&path, &mut |_| ()).unwrap();
+            std::fs::read(path).unwrap()
+        };
+        if name == "gpt_neox" {
+            // A fused layer of PEFT's adapter is one pair of matrices.
+            assert!(gguf(&directory).len() < gguf(temp.path()).len());
+        }
 
         // Merged into the file of the base, whose matrices GPT-2 has transposed.
         let base = checkpoint::open(fixture(name)).unwrap();

@@ -5,6 +5,28 @@ use std::fmt;
 use fulgurite_engine::strategy::Bytes;
 use serde::{Deserialize, Serialize};
 
+use super::RunPlan;
+
+/// What a run keeps of its plan. The rest, such as the record of each rank's step, takes memory.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Planned {
+    /// Bytes that this process held before it made the plan.
+    pub(crate) held_before: u64,
+    /// [`RunPlan::peak_bytes`].
+    pub(crate) peak_bytes: Option<u64>,
+    /// [`RunPlan::traffic_bytes_per_step`].
+    pub(crate) traffic_bytes_per_step: u64,
+    /// [`RunPlan::step_s`].
+    pub(crate) step_s: Option<f64>,
+}
+
+impl Planned {
+    pub(crate) fn of(plan: &RunPlan) -> Self {
+        let RunPlan { held_before, peak_bytes, traffic_bytes_per_step, step_s, .. } = *plan;
+        Self { held_before, peak_bytes, traffic_bytes_per_step, step_s }
+    }
+}
+
 /// The plan of a run beside what the engine counted in it. `None` where there is no plan, or where
 /// nothing was counted.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]

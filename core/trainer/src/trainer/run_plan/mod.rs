@@ -19,6 +19,7 @@ mod timing;
 
 pub(crate) use brief::{check_time, open_data};
 pub use comparison::PlanComparison;
+pub(crate) use comparison::Planned;
 pub use failures::Goodput;
 pub use hardware::{Flops, Hardware, Link};
 pub use outlook::Outlook;
