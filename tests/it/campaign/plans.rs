@@ -5,7 +5,7 @@ use fastrand::Rng;
 use super::trials::trials;
 use crate::program::Scratch;
 
-/// A random run, as settings. `None` if the choices exclude each other.
+/// A random run, as settings. Some exclude each other, and are refused.
 fn settings(rng: &mut Rng) -> Vec<String> {
     let one = |rng: &mut Rng, of: &[&str]| of[rng.usize(..of.len())].to_owned();
     let chance = |rng: &mut Rng, of: usize| rng.usize(..of) == 0;

@@ -15,8 +15,7 @@ use crate::{Error, Result};
 use fulgurite_engine::module::expert_stack;
 use fulgurite_engine::shard::Region;
 
-/// The names in a file of the tensor of an adapter: one, of which it may be some rows, or one for
-/// each expert.
+/// What an adapter's tensor is in a file: a tensor, rows of one, or a tensor for each expert.
 #[derive(Debug)]
 pub(super) enum Files {
     One(String),
@@ -33,11 +32,20 @@ impl Files {
         }
     }
 
+    /// The number of rows, if it is rows of a tensor; otherwise 0.
+    pub(super) fn rows(&self) -> usize {
+        match self {
+            Self::Rows(_, rows) => rows.iter().map(ExactSizeIterator::len).sum(),
+            Self::One(_) | Self::Experts(_) => 0,
+        }
+    }
+
     pub(super) fn info(&self, source: &dyn TensorSource) -> Option<TensorInfo> {
         let mut info = source.info(self.first())?;
         match self {
             Self::One(_) => {}
-            Self::Rows(_, rows) => info.shape[0] = rows.iter().map(ExactSizeIterator::len).sum(),
+            // Its first dimension was checked.
+            Self::Rows(..) => info.shape[0] = self.rows(),
             Self::Experts(names) => info.shape.insert(0, names.len()),
         }
         Some(info)

@@ -37,8 +37,7 @@ impl AdapterSource {
 
     /// Opens the directory of an adapter whose layers have these names in files.
     ///
-    /// The parts of a layer have its first matrix and their rows of the second one, and compute what
-    /// it does.
+    /// The parts of a fused layer share its first matrix, and have their rows of the second one.
     ///
     /// # Errors
     /// As [`open`](Self::open), and if a matrix that was trained whole is another way around in the
@@ -70,6 +69,14 @@ impl AdapterSource {
                 Ok(parts) => parts,
                 Err(message) => return fail(message),
             };
+            let shape = tensors.info(theirs).map(|info| info.shape);
+            let rows: usize = parts.iter().map(|(_, file)| file.rows()).sum();
+            if rows > 0 && shape.as_deref().and_then(<[usize]>::first) != Some(&rows) {
+                return fail(format!(
+                    "has `{theirs}` of the shape {:?}, and the layer has {rows} outputs; is it an adapter of this model?",
+                    shape.unwrap_or_default()
+                ));
+            }
             for (ours, file) in parts {
                 if theirs.contains(".base_layer.") {
                     base.insert(ours.clone());
@@ -213,8 +220,8 @@ fn plain(name: &str) -> String {
     name.replace(".base_layer.", ".").replace(".modules_to_save.", ".")
 }
 
-/// The model's tensors that the tensor `name` of a file is made of, where the file has it as
-/// `theirs`.
+/// The model's tensors that a file's tensor is made of. Its name is `theirs`, and without PEFT's
+/// segments `name`.
 fn parts_of(
     name: &str,
     theirs: &str,

@@ -123,7 +123,7 @@ impl ChatEncoder {
         self.render_for(self.train_on, place, conversation)
     }
 
-    /// The text of a conversation, of which `train_on` is learned.
+    /// The text of a conversation. `train_on` says which parts are learned.
     ///
     /// # Errors
     /// If nothing is learned, or the template refuses it.

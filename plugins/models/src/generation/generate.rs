@@ -101,7 +101,8 @@ impl<'a> Generator<'a> {
     ///
     /// # Errors
     /// If the options are wrong, a prompt is empty or too long for the model, a token is not of the
-    /// model, or `stop` has texts without a tokenizer. Also if a peer fails. [`Error::Interrupted`] on all ranks if one is interrupted.
+    /// model, or `stop` has texts without a tokenizer. Also if a peer fails.
+    /// [`Error::Interrupted`] on all ranks if one is interrupted.
     pub fn generate(
         &self,
         prompts: &[Prompt],

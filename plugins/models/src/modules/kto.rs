@@ -266,8 +266,8 @@ impl LightningModule for Kto {
         Ok(found.loss)
     }
 
-    /// Returns the log-probabilities of each prompt's own and mismatched answer under the reference,
-    /// f32 `[rows, 2]`.
+    /// Returns the reference's log-probabilities of each prompt's own and mismatched answer, f32
+    /// `[rows, 2]`.
     fn predict_step(&mut self, batch: &UnpairedBatch, _: &mut StepContext) -> Result<Tensor> {
         let of = |sequences| self.reference.predict(&self.policy, sequences);
         let own = of((&batch.inputs, &batch.targets))?;

@@ -323,8 +323,8 @@ impl ForeignNames for WeightLayout {
     }
 }
 
-/// The segments that the stars of the path `file` stand for, if a pattern names such a path: those
-/// of the pattern, or stars. A pattern is the end of a path, or with a dot in front the whole.
+/// The segments for the stars of the path `file`, if a pattern names such a path: the pattern's own,
+/// or stars. A pattern is the end of a path, or with a dot in front the whole.
 fn bound(pattern: &str, file: &str) -> Option<Vec<String>> {
     let whole = pattern.strip_prefix('.');
     let own: Vec<&str> = whole.unwrap_or(pattern).split('.').collect();

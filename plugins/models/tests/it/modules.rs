@@ -36,7 +36,7 @@ fn load<M: LightningModule<Config = ModelConfig>>(
 }
 
 /// The texts of a fixture.
-fn texts(name: &str) -> PaddedTexts {
+pub(crate) fn texts(name: &str) -> PaddedTexts {
     let expected = tensors(name, "expected.safetensors");
     let ids = ids(&expected["input_ids"]);
     let mask = expected["mask"].to_dtype(DType::U8).unwrap();

@@ -8,13 +8,13 @@ use fulgurite::core::collective::Solo;
 use fulgurite::core::module::{Adapters, ForeignNames as _, ForeignPart, ModuleInit};
 use fulgurite::core::trainer::LightningModule;
 use fulgurite::prelude::*;
-use fulgurite_data::PaddedTexts;
 use fulgurite_models::{
     CausalLm, GgufAdapter, GgufOptions, MappedSource, ModelConfig, SequenceClassification,
 };
 use fulgurite_test_support::training::strategy;
 
 use crate::fixtures::{assert_same, fixture, tensors};
+use crate::modules::texts;
 use crate::transformers::{config, ids};
 
 const DECODERS: [&str; 3] = ["gpt2", "phi3", "gpt_neox"];
@@ -45,19 +45,6 @@ fn load<M: LightningModule<Config = ModelConfig>>(
 
 fn adapters(directory: &Path) -> Option<Adapters> {
     Some(AdapterSource::open(directory).unwrap().adapters().unwrap())
-}
-
-fn texts(name: &str) -> PaddedTexts {
-    let expected = tensors(name, "expected.safetensors");
-    let ids = ids(&expected["input_ids"]);
-    let mask = expected["mask"].to_dtype(DType::U8).unwrap();
-    let segments = match expected.get("segments") {
-        Some(segments) => crate::transformers::ids(segments),
-        None => ids.zeros_like().unwrap(),
-    };
-    let lengths = mask.to_dtype(DType::U32).unwrap().sum(1).unwrap().to_vec1::<u32>().unwrap();
-    let lengths = lengths.into_iter().map(|length| length as usize).collect();
-    PaddedTexts { ids, segments, mask, lengths }
 }
 
 #[test]
@@ -113,6 +100,25 @@ fn adapters_of_classifiers_compute_as_in_peft() {
                 .unwrap();
         assert_same(name, &module.forward(&texts(name)).unwrap(), &expected["logits"]);
     }
+}
+
+/// A layer with other heads has as many inputs.
+#[test]
+fn rows_of_another_model_are_refused() {
+    let temp = tempfile::tempdir().unwrap();
+    let directory = fixture("gpt_neox_peft");
+    std::fs::copy(directory.join("adapter_config.json"), temp.path().join("adapter_config.json"))
+        .unwrap();
+    let mut tensors = tensors("gpt_neox_peft", "adapter_model.safetensors");
+    let name = "base_model.model.gpt_neox.layers.0.attention.query_key_value.lora_B.weight";
+    let more = Tensor::cat(&[&tensors[name], &tensors[name]], 0).unwrap();
+    tensors.insert(name.to_owned(), more);
+    candle_core::safetensors::save(&tensors, temp.path().join("adapter_model.safetensors"))
+        .unwrap();
+    let loaded =
+        load::<CausalLm>("gpt_neox", None, adapters(temp.path()), Some(temp.path())).map(|_| ());
+    let error = loaded.unwrap_err().to_string();
+    assert!(error.contains("of the shape [192, 2], and the layer has 96 outputs"), "{error}");
 }
 
 #[cfg(feature = "images")]
