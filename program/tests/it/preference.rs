@@ -97,12 +97,18 @@ fn kto_is_learned_alike_on_any_mesh() {
 fn references_come_from_predictions() {
     let dir = data();
     let fixture = root().join("plugins/models/tests/fixtures/llama_yarn");
-    for (module, rows) in [("preference", "pairs.jsonl"), ("kto", "answers.jsonl")] {
+    let answers = fs::read_to_string(dir.path().join("answers.jsonl")).unwrap();
+    let others: Vec<&str> = answers.lines().skip(3).step_by(7).collect();
+    fs::write(dir.path().join("others.jsonl"), others.join("\n") + "\n").unwrap();
+    for (module, rows) in
+        [("preference", "pairs.jsonl"), ("kto", "others.jsonl"), ("kto", "answers.jsonl")]
+    {
+        let file = rows.replace(".jsonl", "-reference.jsonl");
         let (module, path) = (format!("module.type={module}"), format!("data.path={rows}"));
         let predict = [
             "predict",
             "--output-file",
-            "reference.jsonl",
+            &file,
             "--set",
             &module,
             "--set",
@@ -122,7 +128,8 @@ fn references_come_from_predictions() {
             .output()
             .unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        let known = ["model.reference=data", "data.reference_path=reference.jsonl"];
+        let file = format!("data.reference_path={file}");
+        let known = ["model.reference=data", &*file];
         // A mismatched answer may be of a row that is held out.
         let own = [&*module, &*path, "data.validation_fraction=0.25"];
         for adapters in [&[][..], &[LORA]] {
@@ -138,7 +145,7 @@ fn references_come_from_predictions() {
         let output = std::process::Command::new(env!("CARGO_BIN_EXE_fulgurite"))
             .args(["config", "check", "--set", "module.type=kto", "--set"])
             .arg(format!("model.from_pretrained={}", fixture.display()))
-            .args(["--set", "data={ path='answers.jsonl', tokenizer='tokenizer.json', seq_len=16, reference_path='reference.jsonl' }"])
+            .args(["--set", "data={ path='answers.jsonl', tokenizer='tokenizer.json', seq_len=16, reference_path='answers-reference.jsonl' }"])
             .args(sets.iter().flat_map(|set| ["--set", set]))
             .current_dir(dir.path())
             .output()
@@ -151,9 +158,16 @@ fn references_come_from_predictions() {
         said.lines().last().unwrap_or_default().to_owned()
     };
     let reference = "model.reference=data";
+    insta::assert_snapshot!(says(&[]), @r#"error: `data.reference_path`: is read for `model.reference` = "data" alone; set that too, or leave the file out"#);
     let (is_right, said) = check(&[reference]);
     assert!(is_right, "{said}");
-    insta::assert_snapshot!(says(&[reference, "data.seq_len=4"]), @"error: data: answers.jsonl, line 1 has an answer whose log-probability is not in reference.jsonl (data.reference_path); predict it from all rows, with the same data.tokenizer, data.chat_template and data.seq_len");
+    // Mismatched answers come from rows of one key.
+    let others = [reference, "data.validation_path=others.jsonl"];
+    assert!(says(&others).contains("others.jsonl, line"));
+    let both = "data.reference_path=['answers-reference.jsonl', 'others-reference.jsonl']";
+    let (is_right, said) = check(&[&others[..], &[both]].concat());
+    assert!(is_right, "{said}");
+    insta::assert_snapshot!(says(&[reference, "data.seq_len=4"]), @"error: data: answers.jsonl, line 1 has an answer whose log-probability is not in data.reference_path; predict all rows of each key, with the same options of `[data]`, such as data.tokenizer and data.seq_len");
     insta::assert_snapshot!(says(&[reference, "data.reference_path=answers.jsonl"]), @r#"error: data: answers.jsonl, line 1 has no column "outputs" (data.reference_path); it has completion, label, prompt"#);
     fs::write(
         dir.path().join("broken.jsonl"),

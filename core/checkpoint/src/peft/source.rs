@@ -238,8 +238,8 @@ fn parts_of(
         if suffix.is_empty() {
             if is_transposed {
                 return Err(format!(
-                    "has `{theirs}`, a matrix that was trained whole and is the other way around in the model; merge \
-                     the adapter in PEFT (`merge_and_unload`)"
+                    "has `{theirs}`, a matrix that was trained whole and is transposed in the model; merge the \
+                     adapter in PEFT (`merge_and_unload`)"
                 ));
             }
             let file = theirs.to_owned();

@@ -6,7 +6,7 @@ use super::experts::expert_stack;
 use super::foreign_names::ForeignNames;
 use super::heads;
 use super::pattern::{
-    PATTERN_HELP, any_pattern_matches, check_pattern, idle_pattern, pattern_matches, pattern_names,
+    PATTERN_HELP, any_pattern_matches, check_pattern, pattern_matches, pattern_names,
 };
 use super::tree::ModuleTree;
 use crate::{Error, Result};
@@ -124,14 +124,10 @@ impl Adapters {
         self.alpha / if self.rslora { rank.sqrt() } else { rank }
     }
 
-    /// These adapters, with patterns of the model's names in place of a file's.
+    /// These adapters, with patterns of the model's names for a file's.
     pub(super) fn translated(&self, names: &dyn ForeignNames) -> Self {
         let own = |patterns: &[String]| -> Vec<String> {
-            let of = |pattern: &String| match names.modules(pattern) {
-                own if own.is_empty() => vec![pattern.clone()],
-                own => own,
-            };
-            patterns.iter().flat_map(of).collect()
+            patterns.iter().flat_map(|pattern| translations(pattern, Some(names))).collect()
         };
         Self {
             targets: own(&self.targets),
@@ -209,8 +205,13 @@ impl Adapters {
     }
 
     /// Checks that the patterns name layers of the model, and that every named layer has its
-    /// adapter.
-    pub(super) fn check(&self, tree: &ModuleTree, adapted: &BTreeSet<String>) -> Result<()> {
+    /// adapter. `given` are these adapters before their [translation](Self::translated).
+    pub(super) fn check(
+        &self,
+        given: &Self,
+        tree: &ModuleTree,
+        adapted: &BTreeSet<String>,
+    ) -> Result<()> {
         let kinds = || {
             let mut names: Vec<&str> = tree
                 .modules()
@@ -236,8 +237,12 @@ impl Adapters {
         let stacks: BTreeSet<String> =
             paths.clone().filter_map(expert_stack).map(|(stack, _)| stack).collect();
         let named = paths.clone().chain(stacks.iter().map(String::as_str));
-        for (key, patterns) in [("targets", &self.targets), ("exclude", &self.exclude)] {
-            if let Some(pattern) = idle_pattern(patterns, named.clone()) {
+        let is_idle = |pattern: &&String| {
+            let own = translations(pattern, tree.foreign_names());
+            !named.clone().any(|path| any_pattern_matches(&own, path))
+        };
+        for (key, patterns) in [("targets", &given.targets), ("exclude", &given.exclude)] {
+            if let Some(pattern) = patterns.iter().find(is_idle) {
                 return Err(Error::Config(format!(
                     "`trainer.adapters.{key}`: no layer of the model matches `{pattern}`. {PATTERN_HELP}. Of the \
                      layers that take an adapter {}",
@@ -281,8 +286,10 @@ impl Adapters {
         let saves = |pattern: &str, fqn: &str| {
             pattern_matches(pattern, fqn.rsplit_once('.').map_or("", |(path, _)| path))
         };
-        for pattern in &self.modules_to_save {
-            if tree.parameters().iter().any(|p| saves(pattern, p.fqn())) {
+        for pattern in &given.modules_to_save {
+            let own = translations(pattern, tree.foreign_names());
+            let is_own = |fqn: &str| own.iter().any(|own| saves(own, fqn));
+            if tree.parameters().iter().any(|p| is_own(p.fqn())) {
                 continue;
             }
             let wrong = match tree.aliases().find(|(alias, _)| saves(pattern, alias)) {
@@ -300,6 +307,16 @@ impl Adapters {
         }
         Ok(())
     }
+}
+
+/// The patterns of the model's names that a pattern stands for. A whole path is that of a file, if
+/// one has it; an end of paths stands for itself, too.
+fn translations(pattern: &str, names: Option<&dyn ForeignNames>) -> Vec<String> {
+    let mut own = names.map(|names| names.modules(pattern)).unwrap_or_default();
+    if own.is_empty() || !pattern.starts_with('.') {
+        own.push(pattern.to_owned());
+    }
+    own
 }
 
 /// Whether `path` is under `module`.

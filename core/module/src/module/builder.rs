@@ -348,13 +348,13 @@ impl ModuleBuilder {
     }
 
     /// Says how files of another library name the model's parameters. Patterns of
-    /// [`Adapters`] may then be in these names, and files of adapters are translated. Call it once,
-    /// before the first layer.
+    /// [`Adapters`] may then be in these names, and files of adapters are translated. Call it before
+    /// the first layer; another call changes nothing.
     pub fn set_foreign_names(&self, names: Arc<dyn ForeignNames>) {
         if let Some(adapters) = &self.init.adapters {
             let _ = self.translated_adapters.set(adapters.translated(&*names));
         }
-        self.tree().foreign_names = Some(names);
+        self.tree().foreign_names.get_or_insert(names);
     }
 
     /// The adapter requested for the layer at this path, if it is a target of the model's
@@ -615,8 +615,8 @@ impl ModuleBuilder {
         }
         tree.check_ends()?;
         tree.check_stages()?;
-        if let Some(adapters) = self.adapters() {
-            adapters.check(&tree, &tree.adapted)?;
+        if let (Some(adapters), Some(given)) = (self.adapters(), &self.init.adapters) {
+            adapters.check(given, &tree, &tree.adapted)?;
         }
         keep_in_fp32::check(&self.init.keep_in_fp32, &tree, &tree.in_fp32)?;
         for pattern in &self.init.eval_mode {

@@ -57,26 +57,40 @@ pub(super) fn reserve(bytes: usize) -> *mut u8 {
 /// # Safety
 /// The block is from [`reserve`] with this size, and nothing uses it any more.
 pub(super) unsafe fn release(block: *mut u8, bytes: usize) {
-    // SAFETY: as the caller promises. Pages that were written are given back, and read as zeros
-    // from then on.
-    #[cfg(any(target_os = "linux", target_os = "android"))]
-    if unsafe { libc::madvise(block.cast(), bytes, libc::MADV_DONTNEED) } == 0 {
-        let is_kept = trace::inside(|| {
-            let mut free = free();
-            let free = free.get_or_insert_default();
-            let is_kept = free.count < KEPT;
-            if is_kept {
-                free.count += 1;
-                free.blocks.entry(bytes).or_default().push(block.expose_provenance());
-            }
-            is_kept
-        });
-        if is_kept {
-            return;
-        }
-    }
+    // After the dry run nothing would take the block.
     // SAFETY: as the caller promises.
-    unsafe { libc::munmap(block.cast(), bytes) };
+    if !trace::reserves() || !unsafe { keep(block, bytes) } {
+        // SAFETY: as the caller promises.
+        unsafe { libc::munmap(block.cast(), bytes) };
+    }
+}
+
+/// Keeps a block for the next of its size, if there is room. Pages that were written are given
+/// back, and read as zeros from then on.
+///
+/// # Safety
+/// As [`release`].
+#[cfg(any(target_os = "linux", target_os = "android"))]
+unsafe fn keep(block: *mut u8, bytes: usize) -> bool {
+    // SAFETY: as the caller promises.
+    if unsafe { libc::madvise(block.cast(), bytes, libc::MADV_DONTNEED) } != 0 {
+        return false;
+    }
+    trace::inside(|| {
+        let mut free = free();
+        let free = free.get_or_insert_default();
+        let has_room = free.count < KEPT;
+        if has_room {
+            free.count += 1;
+            free.blocks.entry(bytes).or_default().push(block.expose_provenance());
+        }
+        has_room
+    })
+}
+
+#[cfg(not(any(target_os = "linux", target_os = "android")))]
+unsafe fn keep(_: *mut u8, _: usize) -> bool {
+    false
 }
 
 /// Removes the blocks that are kept.
@@ -115,12 +129,12 @@ fn map(bytes: usize) -> *mut u8 {
     block.cast()
 }
 
-#[cfg(test)]
+#[cfg(all(test, target_os = "linux"))]
 mod tests {
     use super::*;
 
     #[test]
-    fn blocks_return_zeroed() {
+    fn kept_blocks_return_zeroed() {
         // A size that no other test has.
         let bytes = 37 * PAGE;
         let first = reserve(bytes);
@@ -128,11 +142,9 @@ mod tests {
         // SAFETY: within the block.
         unsafe { first.add(5 * PAGE + 3).write(7) };
         // SAFETY: reserved above.
-        unsafe { release(first, bytes) };
+        assert!(unsafe { keep(first, bytes) });
         let again = reserve(bytes);
-        if cfg!(target_os = "linux") {
-            assert_eq!(again, first);
-        }
+        assert_eq!(again, first);
         // SAFETY: within the block.
         assert_eq!(unsafe { again.add(5 * PAGE + 3).read() }, 0);
         // SAFETY: reserved above.

@@ -51,14 +51,14 @@ impl Encoded {
         Self { ids, learned }
     }
 
-    /// Adds all that it is to a hash.
+    /// Hashes the ids and which of them are learned.
     pub(super) fn hash_into(&self, hasher: &mut impl Hasher) {
         hasher.write_u64(self.ids.len() as u64);
         self.ids.iter().for_each(|id| hasher.write_u32(*id));
         self.learned.iter().for_each(|learned| hasher.write_u8(u8::from(*learned)));
     }
 
-    /// A hash by which a file of log-probabilities names it.
+    /// The key of the sequence in a file of log-probabilities.
     pub(super) fn key(&self) -> u64 {
         let mut hasher = XxHash3_64::default();
         self.hash_into(&mut hasher);

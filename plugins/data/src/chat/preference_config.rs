@@ -1,7 +1,6 @@
 //! [`PreferenceDataConfig`].
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 
 use fulgurite_config::Documented;
 use serde::{Deserialize, Serialize};
@@ -37,10 +36,10 @@ pub struct PreferenceDataConfig {
     /// row may have one answer: `prompt` and `completion`, or `messages`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub predict_path: Option<Paths>,
-    /// A file of JSON lines that `fulgurite predict` wrote for a `preference` or `kto`, with
+    /// Files of JSON lines that `fulgurite predict` wrote for a `preference` or `kto`, with
     /// log-probabilities of the answers under the reference model (`model.reference` = "data").
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub reference_path: Option<PathBuf>,
+    pub reference_path: Option<Paths>,
     /// The fraction of the rows of `path` for validation, chosen at random, the same in every run;
     /// at least 0 and less than 1. By default 0.05, and 0 with `validation_path`.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -104,6 +104,11 @@ impl PreferenceData {
         self.encoder.template()
     }
 
+    /// Whether `data.reference_path` is set.
+    pub fn has_reference_file(&self) -> bool {
+        self.config.reference_path.is_some()
+    }
+
     /// Tokens of a prompt and an answer at most.
     pub fn seq_len(&self) -> usize {
         self.config.seq_len
@@ -182,7 +187,7 @@ impl PreferenceData {
         let mut warnings = encoder.tokenizer.warnings();
         let mut report = DataReport::default();
         let (mut rows, mut tokenized) = (0, 0);
-        let known = config.reference_path.as_deref().map(ReferenceFile::open).transpose()?;
+        let known = config.reference_path.as_ref().map(ReferenceFile::open).transpose()?;
         let mut open = |key: &str, paths: &Paths| -> Result<Vec<Sample>> {
             let mut source = SourceReport::new(key);
             let columns =
@@ -206,6 +211,7 @@ impl PreferenceData {
         };
         let (train, validation) = match &config.validation_path {
             Some(paths) => (all, open("data.validation_path", paths)?),
+            None if all.is_empty() => (all, Vec::new()),
             None => {
                 let held = hold_out(all, chat.validation_fraction(), "validation of preferences");
                 warnings.extend(held.warning);

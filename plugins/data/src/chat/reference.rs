@@ -1,13 +1,13 @@
 //! Log-probabilities of answers under a reference model, in a file.
 
 use std::collections::{BTreeMap, HashMap};
-use std::path::{Path, PathBuf};
 
 use fulgurite_engine::data::SourceReport;
 use fulgurite_error::Result;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::config::Paths;
 use crate::rows::{self, Column, Place, Row};
 
 /// The log-probability of an answer, as a prediction of a `preference` or `kto` has it.
@@ -34,24 +34,22 @@ fn digits(key: u64) -> String {
     format!("{key:016x}")
 }
 
-/// The file of `data.reference_path`.
+/// The files of `data.reference_path`.
 pub(super) struct ReferenceFile {
-    path: PathBuf,
     logps: HashMap<String, f32>,
 }
 
 impl ReferenceFile {
-    /// Reads the file.
+    /// Reads the files.
     ///
     /// # Errors
-    /// If it cannot be read, or a row is no such prediction.
-    pub(super) fn open(path: &Path) -> Result<Self> {
+    /// If one cannot be read, or a row is another prediction.
+    pub(super) fn open(paths: &Paths) -> Result<Self> {
         let key = "data.reference_path";
         let outputs = Column { key, name: "outputs".to_owned() };
-        let paths = [path.to_owned()];
         let mut logps = HashMap::new();
         for Row { place, values, .. } in
-            rows::read::<Value>(key, &paths, &[outputs], 1, &mut SourceReport::new(key))?
+            rows::read::<Value>(key, paths.as_slice(), &[outputs], 1, &mut SourceReport::new(key))?
         {
             let outputs = values.into_iter().next().flatten().unwrap_or_default();
             let answers: BTreeMap<String, AnswerLogp> =
@@ -63,20 +61,19 @@ impl ReferenceFile {
                 })?;
             logps.extend(answers.into_values().map(|AnswerLogp { key, logp }| (key, logp)));
         }
-        Ok(Self { path: path.to_owned(), logps })
+        Ok(Self { logps })
     }
 
     /// The log-probability of the sequence with this key, of a row.
     ///
     /// # Errors
-    /// If the file has none.
+    /// If the files lack it.
     pub(super) fn log_probability(&self, place: &Place, key: u64) -> Result<f32> {
         self.logps.get(&digits(key)).copied().ok_or_else(|| {
-            place.wrong(format!(
-                "has an answer whose log-probability is not in {} (data.reference_path); predict it from all rows, with \
-                 the same data.tokenizer, data.chat_template and data.seq_len",
-                self.path.display()
-            ))
+            place.wrong(
+                "has an answer whose log-probability is not in data.reference_path; predict all rows of each key, with \
+                 the same options of `[data]`, such as data.tokenizer and data.seq_len",
+            )
         })
     }
 }

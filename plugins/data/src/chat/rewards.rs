@@ -95,6 +95,12 @@ impl RewardData {
 
     /// Opens the data, with at most `most` tokenized rows of each key.
     fn open(config: &PreferenceDataConfig, most: usize) -> Result<Self> {
+        if config.reference_path.is_some() {
+            return Err(Error::Config(
+                "`data.reference_path`: is for `module.type` = \"preference\" and \"kto\"; leave it out"
+                    .to_owned(),
+            ));
+        }
         let mut report = SourceReport::new(PREDICT_KEY);
         let predict = config.predict_path.as_ref();
         let rows = predict.map(|paths| answers_of_files(paths, &mut report)).transpose()?.flatten();

@@ -191,6 +191,11 @@ impl UnpairedData {
         self.encoder.template()
     }
 
+    /// Whether `data.reference_path` is set.
+    pub fn has_reference_file(&self) -> bool {
+        self.config.reference_path.is_some()
+    }
+
     /// Tokens of a prompt and an answer at most.
     pub fn seq_len(&self) -> usize {
         self.config.seq_len
@@ -224,7 +229,7 @@ impl UnpairedData {
         let mut warnings = encoder.tokenizer.warnings();
         let mut report = DataReport::default();
         let (mut count, mut tokenized, mut bytes) = (0, 0, 0);
-        let known = config.reference_path.as_deref().map(ReferenceFile::open).transpose()?;
+        let known = config.reference_path.as_ref().map(ReferenceFile::open).transpose()?;
         let mut open = |key: &str, paths: &Paths| -> Result<Arc<Source>> {
             let mut source = SourceReport::new(key);
             let columns =
@@ -260,6 +265,7 @@ impl UnpairedData {
         let predict = predict.transpose()?.as_ref().map(Rows::all);
         let (train, validation) = match &others {
             Some(others) => (Rows::all(&all), Rows::all(others)),
+            None if all.samples.is_empty() => (Rows::all(&all), Rows::default()),
             None => {
                 let rows = Rows::all(&all).indices;
                 let held = hold_out(rows, chat.validation_fraction(), "validation of answers");

@@ -17,7 +17,7 @@ use fulgurite_error::{Error, Result};
 use fulgurite_trainer::fabric::Fabric;
 use fulgurite_trainer::trainer::LightningModule as _;
 
-use super::common::{self, HEADS, TextSizes};
+use super::common::{self, TextSizes};
 use super::reward::{KEYS, Reward};
 use crate::config::ModelConfig;
 use crate::encoder::InputConfig;
@@ -51,8 +51,9 @@ impl FrozenReward {
         };
         let frozen = Self { config, positions, loaded: None };
         let source = frozen.weights()?;
-        let names = source.names();
-        if !HEADS.iter().any(|head| names.iter().any(|name| format!(".{name}").contains(head))) {
+        let is_head =
+            |name: &&str| source.info(name).is_some_and(|info| info.shape.first() == Some(&1));
+        if !["score.weight", "classifier.out_proj.weight"].iter().any(is_head) {
             return Err(Error::Config(format!(
                 "{} has no head of one number; name a reward model, such as one that `module.type` = \"reward\" trained",
                 source.location().display()
@@ -66,18 +67,16 @@ impl FrozenReward {
         Reward::map_weights(&self.config, checkpoint::open(path)?)
     }
 
+    /// The longest text, in tokens; `None` if the model has no limit.
+    pub(crate) fn positions(&self) -> Option<usize> {
+        self.positions
+    }
+
     /// The scores of texts, f32 `[batch]`. The first call loads the weights.
     ///
     /// # Errors
     /// If a text is too long, or the weights cannot be loaded.
     pub(crate) fn score(&mut self, texts: &PaddedTexts, device: &Device) -> Result<Vec<f32>> {
-        let longest = texts.lengths.iter().copied().max().unwrap_or(0);
-        if let Some(positions) = self.positions.filter(|positions| longest > *positions) {
-            return Err(Error::other(format!(
-                "a prompt and its answer have {longest} tokens, and the reward model {positions} positions; lower \
-                 `model.grpo.max_new_tokens` or `data.seq_len`"
-            )));
-        }
         let (fabric, reward) = match &mut self.loaded {
             Some(loaded) => loaded,
             None => {

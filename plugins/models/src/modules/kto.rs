@@ -220,6 +220,7 @@ impl LightningModule for Kto {
 
     fn configure_from_data(config: &mut ModelConfig, data: &UnpairedData) -> Result<()> {
         let (_, is_known) = keys(config)?;
+        reference::check_file(data.has_reference_file(), is_known.then_some("data"))?;
         if is_known && !data.has_reference() {
             return Err(lacks_reference());
         }

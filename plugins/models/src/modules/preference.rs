@@ -139,6 +139,7 @@ impl LightningModule for Preference {
 
     fn configure_from_data(config: &mut ModelConfig, data: &PreferenceData) -> Result<()> {
         let (_, reference) = keys(config)?;
+        reference::check_file(data.has_reference_file(), reference.as_deref())?;
         if reference.as_deref() == Some("data") && !data.has_reference() {
             return Err(Error::Data(
                 "`model.reference` is \"data\", and not every row has `reference_chosen_logp` and \

@@ -80,12 +80,17 @@ impl Reference {
     /// model is the reference.
     ///
     /// # Errors
-    /// If a sequence is longer than the model's positions.
+    /// If a sequence is longer than the model's positions, or the data is the reference.
     pub(super) fn predict(
         &self,
         policy: &Decoder,
         sequences: (&Tensor, &Tensor),
     ) -> Result<Vec<f32>> {
+        if matches!(self, Self::Data) {
+            return Err(Error::Config(
+                "`model.reference`: \"data\" has no model to predict with; leave it out".to_owned(),
+            ));
+        }
         let logps = match self.log_probabilities(policy, sequences)? {
             Some(logps) => logps,
             None => log_probabilities(policy, sequences)?,
@@ -114,10 +119,24 @@ impl Reference {
     }
 }
 
+/// Checks that a file of log-probabilities is used.
+///
+/// # Errors
+/// If `data.reference_path` is set, and the reference is another.
+pub(super) fn check_file(has_file: bool, reference: Option<&str>) -> Result<()> {
+    match has_file && reference != Some("data") {
+        true => Err(Error::Config(
+            "`data.reference_path`: is read for `model.reference` = \"data\" alone; set that too, or leave the file out"
+                .to_owned(),
+        )),
+        false => Ok(()),
+    }
+}
+
 /// Log-probabilities of the two answers of each row, as a prediction.
 #[derive(Debug, Default)]
 pub(super) struct Predicted {
-    /// As `outputs` of JSON lines.
+    /// The `outputs` of the rows in JSON lines.
     values: Vec<Value>,
 }
 

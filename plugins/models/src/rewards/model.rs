@@ -1,6 +1,7 @@
 //! The reward that a reward model gives.
 
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use candle_core::Device;
@@ -51,7 +52,13 @@ impl RewardConfig for ModelReward {
         let texts = AnswerTexts::open(tokenizer, self.chat_template.as_deref())?;
         let model = FrozenReward::open(&directory, texts.tokenizer().vocab_size())?;
         let model = Mutex::new(model);
-        Ok(Box::new(Scorer { texts, model, device: Device::Cpu, batch_size: self.batch_size }))
+        Ok(Box::new(Scorer {
+            texts,
+            model,
+            device: Device::Cpu,
+            batch_size: self.batch_size,
+            has_warned: AtomicBool::new(false),
+        }))
     }
 }
 
@@ -68,6 +75,8 @@ struct Scorer {
     model: Mutex<FrozenReward>,
     device: Device,
     batch_size: usize,
+    /// Whether it was said that a text was cut.
+    has_warned: AtomicBool,
 }
 
 impl RewardFunction for Scorer {
@@ -78,7 +87,17 @@ impl RewardFunction for Scorer {
     fn score(&self, answers: &[RewardedAnswer]) -> Result<Vec<f64>> {
         let mut model = self.model.lock().unwrap_or_else(PoisonError::into_inner);
         let text = |answer: &RewardedAnswer| self.texts.encode(answer.columns, answer.text);
-        let texts = answers.iter().map(text).collect::<Result<Vec<_>>>()?;
+        let mut texts = answers.iter().map(text).collect::<Result<Vec<_>>>()?;
+        let positions = model.positions().unwrap_or(usize::MAX);
+        if let Some(longest) = texts.iter().map(Vec::len).max().filter(|len| *len > positions) {
+            if !self.has_warned.swap(true, Ordering::Relaxed) {
+                tracing::warn!(
+                    "a prompt and its answer have {longest} tokens, and the reward model {positions} positions: it \
+                     scores the first {positions}"
+                );
+            }
+            texts.iter_mut().for_each(|text| text.truncate(positions));
+        }
         let mut scores = Vec::with_capacity(answers.len());
         for texts in texts.chunks(self.batch_size) {
             let found = model.score(&self.texts.padded(texts, &self.device)?, &self.device)?;

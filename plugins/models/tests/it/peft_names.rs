@@ -139,6 +139,37 @@ fn adapters_of_pictures_compute_as_in_peft() {
     assert_same("vit", &module.forward(&pixels).unwrap(), &expected["logits"]);
 }
 
+/// Layers are trained by their names here, too, and PEFT's names are of several tasks.
+#[test]
+fn patterns_keep_their_own_meaning() {
+    let built = |targets: &[&str], saved: &[&str]| {
+        let modules_to_save = saved.iter().map(ToString::to_string).collect();
+        let adapters = Adapters { modules_to_save, ..Adapters::new(targets.iter().copied()) };
+        let b =
+            ModuleBuilder::new(ModuleInit { adapters: Some(adapters), ..ModuleInit::default() });
+        let _module = SequenceClassification::configure_model(&config("bert_classes"), &b)?;
+        let tree = b.finish()?;
+        let names: Vec<String> = tree.trainable().map(|p| p.fqn().to_owned()).collect();
+        Ok::<_, Error>(names.join(" "))
+    };
+    let trained = built(&["query", "dense"], &["classifier"]).unwrap();
+    for name in [
+        "model.layers.0.self_attn.q_proj.lora_A.weight",
+        "model.layers.2.self_attn.o_proj.lora_B.weight",
+        "model.layers.1.mlp.up_proj.lora_A.weight",
+        "model.layers.1.mlp.down_proj.lora_A.weight",
+        "classifier.dense.weight",
+        "classifier.out_proj.weight",
+    ] {
+        assert!(trained.contains(name), "{name} in {trained}");
+    }
+    assert!(!trained.contains("k_proj"), "{trained}");
+    let error = built(&["query", "keys"], &[]).unwrap_err().to_string();
+    assert!(error.contains("no layer of the model matches `keys`"), "{error}");
+    let error = built(&["query"], &["pooling"]).unwrap_err().to_string();
+    assert!(error.contains("no module with parameters matches `pooling`"), "{error}");
+}
+
 #[test]
 fn patterns_are_translated() {
     let modules = |name: &str, pattern: &str| {
