@@ -90,6 +90,7 @@ const OTHERS: &[(&str, &[&str])] = &[
         ],
     ),
     ("serde", &["serde_json", "typetag"]),
+    ("TRL", &["precompute_ref_log_probs"]),
 ];
 
 /// Whether a name, or the start of a path, belongs to another project.
