@@ -48,12 +48,11 @@ pub use matching::{Match, Take};
 pub use modules::ImageClassification;
 pub use modules::{
     CausalLm, Chat, Embedding, GRPO_KEYS, Grpo, GrpoConfig, GrpoLoss, KTO_KEYS, Kto, MaskedLm,
-    PREFERENCE_KEYS, Preference, Reward, SampledAnswer, ScaleRewards, SequenceClassification,
-    TextGeneration, TokenClassification,
+    ModelReward, PREFERENCE_KEYS, Preference, Reward, SampledAnswer, ScaleRewards,
+    SequenceClassification, TextGeneration, TokenClassification,
 };
 pub use recipes::{RECIPES, Recipe};
 pub use rewards::{
-    AnswerReward, ModelReward, PatternReward, ProgramReward, RewardConfig, RewardFunction,
-    RewardedAnswer,
+    AnswerReward, PatternReward, ProgramReward, RewardConfig, RewardFunction, RewardedAnswer,
 };
 pub use weights::{ExportedSource, MappedSource, WeightLayout};

@@ -94,7 +94,7 @@ fn settings(rng: &mut Rng) -> Vec<String> {
     all
 }
 
-/// Bytes are equal. Memory is within 5 % and 768 KiB: a thread keeps a buffer for products once it has
+/// Bytes are equal. Memory is within 5 % and 1.25 MiB: a thread keeps a buffer for products once it has
 /// taken part in one, and a plan's threads take part in others.
 #[test]
 fn random_runs_take_what_was_planned() {
@@ -137,7 +137,7 @@ fn random_runs_take_what_was_planned() {
         assert_eq!(bytes[0], bytes[1], "{sets:?}");
         let (planned, taken) = (of("peak_bytes"), of("measured_peak_bytes"));
         errors.push(planned / taken - 1.0);
-        assert!((planned - taken).abs() < 0.05 * taken + 786_432.0, "{sets:?}: {plan}");
+        assert!((planned - taken).abs() < 0.05 * taken + 1_310_720.0, "{sets:?}: {plan}");
         compared += 1;
     });
     errors.sort_by(f64::total_cmp);

@@ -24,7 +24,7 @@ use crate::encoder::InputConfig;
 use crate::families::Architecture;
 
 /// A reward model on one device, which does not take part in the run that uses it.
-pub(crate) struct FrozenReward {
+pub(super) struct FrozenReward {
     config: ModelConfig,
     /// The longest text, in tokens; `None` if the model has no limit.
     positions: Option<usize>,
@@ -37,7 +37,7 @@ impl FrozenReward {
     ///
     /// # Errors
     /// If the model does not score texts of these ids, or its weights are missing or without a head.
-    pub(crate) fn open(directory: &Path, ids: usize) -> Result<Self> {
+    pub(super) fn open(directory: &Path, ids: usize) -> Result<Self> {
         let mut config = ModelConfig::default();
         config.start_from(directory);
         let sizes = TextSizes { ids, seq_len: 1, segments: 1, padding: None };
@@ -68,7 +68,7 @@ impl FrozenReward {
     }
 
     /// The longest text, in tokens; `None` if the model has no limit.
-    pub(crate) fn positions(&self) -> Option<usize> {
+    pub(super) fn positions(&self) -> Option<usize> {
         self.positions
     }
 
@@ -76,7 +76,7 @@ impl FrozenReward {
     ///
     /// # Errors
     /// If a text is too long, or the weights cannot be loaded.
-    pub(crate) fn score(&mut self, texts: &PaddedTexts, device: &Device) -> Result<Vec<f32>> {
+    pub(super) fn score(&mut self, texts: &PaddedTexts, device: &Device) -> Result<Vec<f32>> {
         let (fabric, reward) = match &mut self.loaded {
             Some(loaded) => loaded,
             None => {

@@ -33,6 +33,7 @@ mod image_classification;
 mod kto;
 mod losses;
 mod masked_lm;
+mod model_reward;
 mod preference;
 mod preference_losses;
 mod reference;
@@ -61,13 +62,13 @@ pub(crate) const MODULES: [&str; 12] = [
 pub use causal_lm::CausalLm;
 pub use chat::Chat;
 pub use embedding::Embedding;
-pub(crate) use frozen_reward::FrozenReward;
 pub use grpo::{GRPO_KEYS, Grpo, SampledAnswer};
 pub use grpo_config::{GrpoConfig, GrpoLoss, ScaleRewards};
 #[cfg(feature = "images")]
 pub use image_classification::ImageClassification;
 pub use kto::{KTO_KEYS, Kto};
 pub use masked_lm::MaskedLm;
+pub use model_reward::ModelReward;
 pub use preference::{PREFERENCE_KEYS, Preference};
 pub use reward::Reward;
 pub use sequence_classification::SequenceClassification;

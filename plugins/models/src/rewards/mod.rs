@@ -1,7 +1,6 @@
 //! Rewards of answers, which [`Grpo`](crate::Grpo) learns from.
 
 mod answer;
-mod model;
 mod pattern;
 mod program;
 
@@ -11,7 +10,6 @@ use fulgurite_error::{Error, Result};
 use serde_json::{Map, Value};
 
 pub use answer::AnswerReward;
-pub use model::ModelReward;
 pub use pattern::PatternReward;
 pub use program::ProgramReward;
 

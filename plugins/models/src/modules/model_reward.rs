@@ -9,9 +9,9 @@ use fulgurite_data::AnswerTexts;
 use fulgurite_error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-use super::{RewardConfig, RewardFunction, RewardedAnswer};
+use super::frozen_reward::FrozenReward;
 use crate::config::resolve;
-use crate::modules::FrozenReward;
+use crate::rewards::{RewardConfig, RewardFunction, RewardedAnswer};
 
 /// Rewards an answer with the score of a reward model: `{ type = "model", path = "my-reward" }`.
 ///
