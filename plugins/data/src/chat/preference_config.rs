@@ -8,9 +8,9 @@ use serde::{Deserialize, Serialize};
 use super::config::{ChatDataConfig, TooLong, TrainOn};
 use crate::config::{CacheDir, OnError, Paths};
 
-/// The configuration of [`PreferenceData`], prompts with an answer that is preferred to another,
-/// of [`RewardData`](super::RewardData), and of [`UnpairedData`](super::UnpairedData), prompts with an
-/// answer that is good or bad.
+/// The configuration of [`PreferenceData`](super::PreferenceData), prompts with an answer that is
+/// preferred to another, of [`RewardData`](super::RewardData), and of
+/// [`UnpairedData`](super::UnpairedData), prompts with an answer that is good or bad.
 ///
 /// ```toml
 /// [data]
