@@ -22,7 +22,7 @@ use fulgurite_engine::module::{Adapters, ModuleTree};
 /// changed then.
 pub fn load_adapter(dir: &Path, tree: &ModuleTree, adapters: &Adapters) -> Result<LoadReport> {
     let is_stack = |name: &str| tree.parameter(name).is_some_and(|p| p.global_shape().len() == 3);
-    let source = AdapterSource::open_as(dir, tree.foreign_names())?.with_stacks(is_stack)?;
+    let source = AdapterSource::open_for(dir, tree)?.with_stacks(is_stack)?;
     let theirs = source.adapters()?;
     let same = |a: f64, b: f64| (a - b).abs() <= 1e-6 * b.abs();
     if theirs.rank != adapters.rank || !same(theirs.scale(), adapters.scale()) {

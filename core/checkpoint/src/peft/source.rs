@@ -9,7 +9,7 @@ use super::super::{SafetensorsSource, TensorInfo, TensorSource, TorchSource};
 use super::experts::{Files, joined};
 use super::{ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX, PeftConfig};
 use crate::{Error, Result};
-use fulgurite_engine::module::{Adapters, ForeignNames, ForeignPart, expert_stack, pattern_names};
+use fulgurite_engine::module::{Adapters, ForeignNames, ForeignPart, ModuleTree, expert_stack};
 use fulgurite_engine::shard::Region;
 
 /// The tensor file of adapters from older versions of PEFT.
@@ -35,14 +35,19 @@ impl AdapterSource {
         Self::open_as(dir, None)
     }
 
-    /// Opens the directory of an adapter whose layers have these names in files.
+    /// Opens the directory of an adapter under the names of a model, which may be
+    /// [foreign](ModuleTree::foreign_names) in the file.
     ///
     /// The parts of a fused layer share its first matrix, and have their rows of the second one.
     ///
     /// # Errors
-    /// As [`open`](Self::open), and if a matrix that was trained whole is another way around in the
-    /// file.
-    pub fn open_as(dir: &Path, foreign: Option<&dyn ForeignNames>) -> Result<Self> {
+    /// As [`open`](Self::open), if a layer has other rows in the file, or if a matrix that was
+    /// trained whole is transposed there.
+    pub(super) fn open_for(dir: &Path, tree: &ModuleTree) -> Result<Self> {
+        Self::open_as(dir, Some(tree))
+    }
+
+    fn open_as(dir: &Path, tree: Option<&ModuleTree>) -> Result<Self> {
         let config = PeftConfig::read(dir)?;
         config.check(&dir.join(ADAPTER_CONFIG))?;
         // As in PEFT, the pickle is read only if the safetensors file is missing.
@@ -65,7 +70,7 @@ impl AdapterSource {
                 continue;
             }
             let ours = plain(ours);
-            let parts = match parts_of(&ours, theirs, foreign) {
+            let parts = match parts_of(&ours, theirs, tree) {
                 Ok(parts) => parts,
                 Err(message) => return fail(message),
             };
@@ -131,14 +136,12 @@ impl AdapterSource {
             |value: &serde_json::Value| PeftConfig::list(value).filter(|_| config.lists_targets());
         let lists = (listed(&config.target_modules), listed(&config.exclude_modules));
         let (mut targets, exclude) = match lists {
-            (Some(targets), Some(exclude)) if !self.is_translated() => (targets, exclude),
+            (Some(targets), Some(mut exclude)) if !self.is_translated() => {
+                exclude.extend(self.named_and_saved().map(str::to_owned));
+                (targets, exclude)
+            }
             _ => (self.layers().into_iter().map(exactly).collect(), Vec::new()),
         };
-        // PEFT trains a module whole that is also named as a layer.
-        let saved = config.modules_to_save.as_deref().unwrap_or_default();
-        targets.retain(|target| {
-            !saved.contains(target) || self.layers().iter().any(|path| pattern_names(target, path))
-        });
         let mut stacks: BTreeMap<String, BTreeSet<usize>> = BTreeMap::new();
         for (stack, expert) in targets.iter().filter_map(|target| expert_stack(target)) {
             stacks.entry(stack).or_default().insert(expert);
@@ -180,6 +183,13 @@ impl AdapterSource {
             let in_file = theirs.as_deref().and_then(layer_of);
             !matches!(files, Files::Experts(_)) && layer_of(name) != in_file
         })
+    }
+
+    /// The layers that the lists name, and that PEFT trains whole instead.
+    fn named_and_saved(&self) -> impl Iterator<Item = &str> {
+        let layers = self.others().filter(|name| self.saved_module(name).is_some());
+        let layers = layers.filter_map(|name| name.strip_suffix(".weight"));
+        layers.filter(|layer| self.config.targets(layer) == Some(true))
     }
 
     /// The module trained whole that a tensor belongs to, if it is one's.
@@ -225,11 +235,27 @@ fn plain(name: &str) -> String {
 fn parts_of(
     name: &str,
     theirs: &str,
-    foreign: Option<&dyn ForeignNames>,
+    tree: Option<&ModuleTree>,
 ) -> Result<Vec<(String, Files)>, String> {
-    let Some(foreign) = foreign else {
+    let Some((tree, foreign)) = tree.and_then(|tree| Some((tree, tree.foreign_names()?))) else {
         return Ok(vec![(name.to_owned(), Files::One(theirs.to_owned()))]);
     };
+    let parts = parts_under(name, theirs, foreign)?;
+    let is_known = |(part, _): &(String, Files)| tree.parameter(part).is_some();
+    if parts.iter().any(is_known) {
+        return Ok(parts);
+    }
+    // An adapter of the model without its head, which is the whole of its file.
+    let full = parts_under(&format!("{}.{name}", foreign.prefix()), theirs, foreign)?;
+    Ok(if full.iter().any(is_known) { full } else { parts })
+}
+
+/// As [`parts_of`], of a file whose names are those that the layout has for it.
+fn parts_under(
+    name: &str,
+    theirs: &str,
+    foreign: &dyn ForeignNames,
+) -> Result<Vec<(String, Files)>, String> {
     let (tensor, suffix) = match layer_of(name) {
         Some(layer) => (format!("{layer}.weight"), &name[layer.len()..]),
         None => (name.to_owned(), ""),

@@ -309,8 +309,8 @@ impl Adapters {
     }
 }
 
-/// The patterns of the model's names that a pattern stands for. A whole path is that of a file, if
-/// one has it; an end of paths stands for itself, too.
+/// The patterns of the model's names that a pattern stands for. The end of a path also stands for
+/// itself. A whole path (with a dot in front) does so only if files have no such path.
 fn translations(pattern: &str, names: Option<&dyn ForeignNames>) -> Vec<String> {
     let mut own = names.map(|names| names.modules(pattern)).unwrap_or_default();
     if own.is_empty() || !pattern.starts_with('.') {

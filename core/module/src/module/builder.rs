@@ -348,8 +348,8 @@ impl ModuleBuilder {
     }
 
     /// Says how files of another library name the model's parameters. Patterns of
-    /// [`Adapters`] may then be in these names, and files of adapters are translated. Call it before
-    /// the first layer; another call changes nothing.
+    /// [`Adapters`] may then be in these names, and files of adapters are translated. Call it
+    /// before the first layer; another call changes nothing.
     pub fn set_foreign_names(&self, names: Arc<dyn ForeignNames>) {
         if let Some(adapters) = &self.init.adapters {
             let _ = self.translated_adapters.set(adapters.translated(&*names));

@@ -3,9 +3,12 @@
 use std::fmt::Debug;
 use std::ops::Range;
 
-/// How files of another library name the parameters of a model, such as those of `transformers`.
-/// Adapters and their patterns are translated by it. Names without a rule are the model's own.
+/// The names that files of another library, such as `transformers`, have for a model's parameters.
+/// Adapters and their patterns are translated by it. Other names are the model's own.
 pub trait ForeignNames: Debug + Send + Sync {
+    /// The path of the model without its head in a file. A file of that part alone lacks it.
+    fn prefix(&self) -> &str;
+
     /// The parameters that the file's tensor is made of, in the order of their rows.
     fn parts(&self, tensor: &str) -> Vec<ForeignPart>;
 

@@ -25,9 +25,9 @@ use crate::tokenizer::Tokenizer;
 /// Prompts with one answer each, which is good or bad.
 ///
 /// Setup tokenizes all rows into memory. Each row also has a *mismatched* answer: that of the
-/// nearest row before it with another prompt, in the order of the key's files and around their end,
-/// held-out rows included. So a row's mismatched answer is the same in each epoch and on any number
-/// of ranks.
+/// nearest row before it with another prompt. The first rows of a key take it from the last ones,
+/// and held-out rows count. So a row's mismatched answer is the same in each epoch and on any
+/// number of ranks.
 #[derive(Debug)]
 pub struct UnpairedData {
     config: PreferenceDataConfig,

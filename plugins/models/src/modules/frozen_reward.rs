@@ -36,7 +36,7 @@ impl FrozenReward {
     /// ids.
     ///
     /// # Errors
-    /// If the model does not score texts of these ids, or its weights are missing or without a head.
+    /// If the model does not score texts of these ids, or its weights or their head are missing.
     pub(super) fn open(directory: &Path, ids: usize) -> Result<Self> {
         let mut config = ModelConfig::default();
         config.start_from(directory);

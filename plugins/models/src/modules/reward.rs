@@ -169,8 +169,8 @@ impl LightningModule for Reward {
         self.step(batch, ctx, "val_")
     }
 
-    /// Returns the scores of each pair, f32 `[pairs, 2]`: chosen, rejected. Rows with one answer have
-    /// one score each, f32 `[rows]`.
+    /// Returns the scores of each pair, f32 `[pairs, 2]`: chosen, rejected. Rows with one answer
+    /// have one score each, f32 `[rows]`.
     fn predict_step(&mut self, batch: &RewardBatch, _: &mut StepContext) -> Result<Tensor> {
         let scores = self.forward(&batch.texts)?;
         match batch.is_paired {

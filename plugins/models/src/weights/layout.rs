@@ -289,21 +289,20 @@ impl WeightLayout {
 }
 
 impl ForeignNames for WeightLayout {
+    fn prefix(&self) -> &str {
+        &self.prefix
+    }
+
     fn parts(&self, tensor: &str) -> Vec<ForeignPart> {
         let part = |(parameter, view): (String, View)| ForeignPart {
             parameter,
             rows: view.rows_in_file(),
             is_transposed: view.transposed,
         };
-        let known = |tensor: &str| {
-            let parts = self.of_file(tensor);
-            let has_rule = parts.len() > 1 || parts[0].0 != tensor || parts[0].1 != View::WHOLE;
-            // Experts have names of their own.
-            (has_rule && !parts[0].1.stacked).then_some(parts)
-        };
-        // The model without its head may be a file's whole.
-        let parts = known(tensor).or_else(|| known(&format!("{}.{tensor}", self.prefix)));
-        let parts = parts.unwrap_or_else(|| vec![(tensor.to_owned(), View::WHOLE)]);
+        let parts = self.of_file(tensor);
+        // Experts have names of their own.
+        let is_stacked = parts.iter().any(|(_, view)| view.stacked);
+        let parts = if is_stacked { vec![(tensor.to_owned(), View::WHOLE)] } else { parts };
         parts.into_iter().map(part).collect()
     }
 
@@ -323,8 +322,8 @@ impl ForeignNames for WeightLayout {
     }
 }
 
-/// The segments for the stars of the path `file`, if a pattern names such a path: the pattern's own,
-/// or stars. A pattern is the end of a path, or with a dot in front the whole.
+/// The segments for the stars of the path `file`, if a pattern names such a path: the pattern's
+/// own, or stars. A pattern is the end of a path, or with a dot in front the whole.
 fn bound(pattern: &str, file: &str) -> Option<Vec<String>> {
     let whole = pattern.strip_prefix('.');
     let own: Vec<&str> = whole.unwrap_or(pattern).split('.').collect();

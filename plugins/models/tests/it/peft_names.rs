@@ -92,13 +92,56 @@ fn adapters_of_decoders_compute_as_in_peft() {
 
 #[test]
 fn adapters_of_classifiers_compute_as_in_peft() {
-    for name in ["bert_classes", "modernbert_classes"] {
+    for name in ["bert_classes", "roberta_classes", "modernbert_classes"] {
         let directory = fixture(&format!("{name}_peft"));
         let expected = tensors(&format!("{name}_peft"), "expected.safetensors");
         let (_fabric, module) =
             load::<SequenceClassification>(name, None, adapters(&directory), Some(&directory))
                 .unwrap();
         assert_same(name, &module.forward(&texts(name)).unwrap(), &expected["logits"]);
+    }
+}
+
+#[test]
+fn magnitudes_of_fused_layers_are_divided() {
+    let directory = fixture("gpt_neox_dora_peft");
+    let expected = tensors("gpt_neox_dora_peft", "expected.safetensors");
+    let inputs = ids(&tensors("gpt_neox", "expected.safetensors")["input_ids"]);
+    let (_fabric, module) =
+        load::<CausalLm>("gpt_neox", None, adapters(&directory), Some(&directory)).unwrap();
+    let logits = module.model().forward(&inputs).unwrap();
+    assert_same("gpt_neox_dora", &logits, &expected["logits"]);
+}
+
+/// As of a model that was opened without its head: names and layers lack the first segment.
+#[test]
+fn adapters_of_headless_models_are_read() {
+    for (name, adapter, prefix) in
+        [("gpt_neox", "gpt_neox_peft", "gpt_neox."), ("llama", "llama_adapter", "model.")]
+    {
+        let temp = tempfile::tempdir().unwrap();
+        let directory = fixture(adapter);
+        let whole = format!("base_model.model.{prefix}");
+        let headless: std::collections::HashMap<String, Tensor> =
+            tensors(adapter, "adapter_model.safetensors")
+                .into_iter()
+                .map(|(name, tensor)| {
+                    let rest = name.strip_prefix(&whole).unwrap_or_else(|| panic!("{name}"));
+                    (format!("base_model.model.{rest}"), tensor)
+                })
+                .collect();
+        candle_core::safetensors::save(&headless, temp.path().join("adapter_model.safetensors"))
+            .unwrap();
+        let json = std::fs::read_to_string(directory.join("adapter_config.json")).unwrap();
+        let json = json.replace(&format!("\"{prefix}"), "\"");
+        std::fs::write(temp.path().join("adapter_config.json"), json).unwrap();
+        let inputs = ids(&tensors(name, "expected.safetensors")["input_ids"]);
+        let logits = |directory: &Path| {
+            let (_fabric, module) =
+                load::<CausalLm>(name, None, adapters(directory), Some(directory)).unwrap();
+            module.model().forward(&inputs).unwrap()
+        };
+        assert_same(name, &logits(temp.path()), &logits(&directory));
     }
 }
 
@@ -209,9 +252,8 @@ fn parts_of_layers_have_their_rows() {
         };
         assert_eq!(part, expected);
     }
-    // A file of the model without its head, and a name that is equal on both sides.
+    // A name that is equal on both sides.
     let one = |name: &str| layout.parts(name)[0].parameter.clone();
-    assert_eq!(one("layers.1.attention.dense.weight"), "model.layers.1.self_attn.o_proj.weight");
     assert_eq!(
         one("model.layers.1.self_attn.o_proj.weight"),
         "model.layers.1.self_attn.o_proj.weight"
