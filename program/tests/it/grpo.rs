@@ -294,6 +294,44 @@ fn reward_models_score_as_they_predict() {
 }
 
 #[test]
+fn unusable_reward_models_are_named() {
+    let dir = crate::tasks::folder();
+    fs::write(
+        dir.path().join("prompts.jsonl"),
+        format!("{}\n", json!({"prompt": "the cat ".repeat(12)})).repeat(4),
+    )
+    .unwrap();
+    let fixtures = crate::models::root().join("plugins/models/tests/fixtures");
+    let fixture = |name: &str| fixtures.join(name).display().to_string();
+    let run = |path: &str, more: &str| {
+        let output = Command::new(env!("CARGO_BIN_EXE_fulgurite"))
+            .args(["fit", "--set", "module.type=grpo", "--set"])
+            .arg(format!("model.from_pretrained={}", fixture("llama_yarn")))
+            .args(["--set", "data={ path='prompts.jsonl', tokenizer='tokenizer.json', seq_len=32, batch_size=2, validation_fraction=0.0 }"])
+            .args(["--set", "trainer.max_steps=1", "--set", "model.grpo.samples=2", "--set"])
+            .arg(format!("model.grpo.rewards=[{{ type='model', path='{path}', tokenizer='tokenizer.json' {more} }}]"))
+            .args(["--set", "model.grpo.max_new_tokens=2"])
+            .current_dir(dir.path())
+            .output()
+            .unwrap();
+        (output.status.success(), String::from_utf8(output.stderr).unwrap())
+    };
+    for (path, more, text) in [
+        ("none", "", "`model.grpo.rewards[0]`: none: there is no such folder"),
+        (&*fixture("llama"), "", "has no head of one number"),
+        // Its head has five classes.
+        (&*fixture("bert_classes"), "", "has no head of one number"),
+        (&*fixture("llama_reward"), ", batch_size=0", "`batch_size`: must be at least 1"),
+    ] {
+        let (is_right, said) = run(path, more);
+        assert!(!is_right && said.contains(text), "{path}: {said}");
+    }
+    // Its texts have 20 tokens at most.
+    let (is_right, said) = run(&fixture("bert_reward"), "");
+    assert!(is_right && said.contains("it scores the first 20"), "{said}");
+}
+
+#[test]
 fn wrong_rewards_end_the_run_at_its_start() {
     let dir = tempfile::tempdir().unwrap();
     write(&dir.path().join("prompts.jsonl"), 0..8, "answer");

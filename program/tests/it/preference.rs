@@ -140,6 +140,23 @@ fn references_come_from_predictions() {
                 assert_close(&format!("{sets:?} on {mesh:?}"), &found, &computed, 2e-5);
             }
         }
+        // The file's values count.
+        let path = dir.path().join(file.trim_start_matches("data.reference_path="));
+        let lines = fs::read_to_string(&path).unwrap();
+        let changed = lines.lines().map(|line| {
+            let mut row: serde_json::Value = serde_json::from_str(line).unwrap();
+            let first = if rows == "pairs.jsonl" { "chosen" } else { "own" };
+            let logp = &mut row["outputs"][first]["logp"];
+            *logp = (logp.as_f64().unwrap() - 1.0).into();
+            format!("{row}\n")
+        });
+        fs::write(dir.path().join("changed.jsonl"), changed.collect::<String>()).unwrap();
+        let changed = ["model.reference=data", "data.reference_path=changed.jsonl"];
+        let losses =
+            |sets: &[&str]| fit(dir.path(), (1, 4, "single_device"), &[&own[..], sets].concat());
+        let (right, wrong) = (losses(&known), losses(&changed));
+        let differ = |(a, b): (&f64, &f64)| (a - b).abs() > 1e-3;
+        assert!(right.iter().zip(&wrong).any(differ), "{rows}: {right:?} and {wrong:?}");
     }
     let check = |sets: &[&str]| {
         let output = std::process::Command::new(env!("CARGO_BIN_EXE_fulgurite"))
