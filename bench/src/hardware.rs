@@ -114,6 +114,7 @@ pub(crate) fn run(options: &HardwareBench) -> Result<()> {
         memory_bytes_per_s: all * PASS_BYTES * PASS as f64 / pass_s,
         launch_s,
         memory_bytes: HostMemory::now().map(|memory| memory.total),
+        host: None,
         within_hosts: within,
         // One host is measured: give the network's own numbers.
         between_hosts: within,

@@ -3,6 +3,7 @@
 mod advice;
 mod budget;
 mod page;
+mod search;
 mod text;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -13,6 +14,7 @@ use fulgurite_core::run::{Devices, MemoryCheck};
 use fulgurite_core::run_plan::{Hardware, RunPlan};
 use fulgurite_core::trainer::{LightningModule, MakeParallelize, RunConfigOf, RunPurpose, Trainer};
 use fulgurite_core::{Error, Result, counted};
+use toml::Table;
 
 use super::args::{Output, PlanRequest};
 use super::print;
@@ -56,13 +58,17 @@ pub(super) fn plan<M: LightningModule>(
     trainer.memory_check = MemoryCheck::Off;
     trainer.accelerator = PluginValue::new("cpu");
     let ranks = Trainer::check::<M>(&run, RunPurpose::Fit, parallelize)?;
-    let plan = RunPlan::of::<M>(&run, ranks, parallelize)?;
-    let (key, name) = match (&request.hardware, &run.trainer.plan_hardware) {
-        (Some(name), _) => ("--hardware", name.as_str()),
-        (None, Some(name)) => ("`trainer.plan_hardware`", name.as_str()),
-        (None, None) => ("--hardware", DEFAULT),
-    };
-    Ok(plan.on(&hardware(key, name)?))
+    let configured = run.trainer.plan_hardware.as_deref();
+    RunPlan::of::<M>(&run, ranks, parallelize, &hardware_of(request, configured)?)
+}
+
+/// The hardware that a plan is for. `configured` is `trainer.plan_hardware`.
+fn hardware_of(request: &PlanRequest, configured: Option<&str>) -> Result<Hardware> {
+    match (&request.hardware, configured) {
+        (Some(name), _) => hardware("--hardware", name),
+        (None, Some(name)) => hardware("`trainer.plan_hardware`", name),
+        (None, None) => hardware("--hardware", DEFAULT),
+    }
 }
 
 /// The table of this name, or in this file. `key` names it in messages.
@@ -99,10 +105,9 @@ pub(super) fn before_run<M: LightningModule>(
     parallelize: &MakeParallelize<'_>,
 ) -> Option<RunPlan> {
     let plan = AssertUnwindSafe(|| {
-        let plan = RunPlan::briefly::<M>(run, ranks, parallelize)?;
         let name = run.trainer.plan_hardware.as_deref().unwrap_or(DEFAULT);
         let hardware = hardware("`trainer.plan_hardware`", name)?;
-        Ok::<_, Error>(plan.map(|plan| plan.on(&hardware)))
+        RunPlan::briefly::<M>(run, ranks, parallelize, &hardware)
     });
     let why = match catch_unwind(plan) {
         Ok(Ok(plan)) => return plan,
@@ -116,12 +121,14 @@ pub(super) fn before_run<M: LightningModule>(
     None
 }
 
-/// Plans as requested, prints the plan, and checks it against a budget. `make` plans a request.
+/// Plans as requested, prints the plan, and checks it against a budget. `make` plans a request,
+/// and `config` is the run's resolved configuration.
 ///
 /// # Errors
 /// If the run cannot be planned, a budget is passed, or the plan cannot be written.
 pub(super) fn run(
     request: &PlanRequest,
+    config: &Table,
     make: &dyn Fn(&PlanRequest) -> Result<RunPlan>,
 ) -> Result<()> {
     if request.run.print_config.is_some() {
@@ -129,10 +136,16 @@ pub(super) fn run(
             "--print-config is for a run: `fit --print-config` prints the configuration".to_owned(),
         ));
     }
-    if request.search {
-        return advice::search(request, make);
-    }
     let plan = make(request)?;
+    let items = plan.items;
+    let search = |plan: RunPlan| {
+        let configured = config.get("trainer").and_then(|of| of.get("plan_hardware")?.as_str());
+        let has_host = hardware_of(request, configured)?.host.is_some();
+        Ok::<_, Error>(search::search(request, (plan, config, has_host), make))
+    };
+    if request.search {
+        return advice::print_front(&search(plan)?, items, request.run.output);
+    }
     if let Some(path) = &request.page {
         page::write(&plan, path)?;
     }
@@ -143,8 +156,9 @@ pub(super) fn run(
         }
         Output::Human => {
             print(&text::of(&plan))?;
-            if plan.outlook.as_ref().is_some_and(|outlook| outlook.fits == Some(false)) {
-                advice::advise(request, make)?;
+            let outlook = &plan.outlook;
+            if outlook.fits == Some(false) || outlook.fits_host == Some(false) {
+                advice::advise(search(plan.clone())?, items)?;
             }
         }
     }

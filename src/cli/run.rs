@@ -238,7 +238,10 @@ impl Cli {
             }
             CliCommand::Plan(request) => {
                 let defaults = defaults?;
-                plan::run(&request, &|request| (module.plan)(request, defaults.clone(), &extras))
+                let config =
+                    layers(&request.run, defaults.clone(), module.pretrained_key)?.resolve();
+                let make = |request: &_| (module.plan)(request, defaults.clone(), &extras);
+                plan::run(&request, &config, &make)
             }
             CliCommand::Doctor(request) => {
                 let checked = defaults.and_then(|defaults| {

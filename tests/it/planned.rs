@@ -4,7 +4,7 @@ use std::process::Command;
 use std::sync::Mutex;
 
 use fulgurite::core::module::stage;
-use fulgurite::core::run_plan::RunPlan;
+use fulgurite::core::run_plan::{Hardware, RunPlan};
 use fulgurite::core::trainer::SaveRequest;
 use fulgurite::prelude::*;
 use fulgurite_core::config::ConfigLayers;
@@ -30,6 +30,11 @@ fn readme_run_has_its_plan() {
     assert_eq!(number("traffic_bytes_per_step"), 18_802_742);
     assert!(number("peak_bytes") > 4 * number("parameters"), "weights in f32 and more");
     assert!(plan["step_s"].as_f64().is_some_and(|secs| secs > 0.0));
+}
+
+fn hardware() -> Hardware {
+    let text = include_str!("../../src/cli/hardware/cpu.toml");
+    Hardware::parse(text, "cpu").unwrap()
 }
 
 /// The hooks that the dry run of [`Telling`] has called.
@@ -80,7 +85,7 @@ impl Hooks<Numbers> for Telling {
 fn dry_runs_neither_save_nor_tell() {
     let layers = ConfigLayers::new().set("trainer.max_epochs=1").unwrap();
     let run = RunConfig::<NoKeys, NoKeys>::from_layers(layers).unwrap();
-    let plan = RunPlan::of::<Telling>(&run, 1, &|| None).unwrap();
+    let plan = RunPlan::of::<Telling>(&run, 1, &|| None, &hardware()).unwrap();
     assert_eq!((plan.world_size, plan.parameters), (1, 1));
     // One rank is run, two steps of it.
     assert_eq!(*CALLED.lock().unwrap(), ["step", "step"]);
@@ -119,7 +124,7 @@ fn stages_may_give_different_shapes() {
     let layers = ["trainer.devices=2", strategy, "trainer.accumulate_grad_batches=2"];
     let layers = layers.iter().try_fold(ConfigLayers::new(), |layers, set| layers.set(set));
     let run = RunConfig::<NoKeys, NoKeys>::from_layers(layers.unwrap()).unwrap();
-    let plan = RunPlan::of::<Narrowing>(&run, 2, &|| None).unwrap();
+    let plan = RunPlan::of::<Narrowing>(&run, 2, &|| None, &hardware()).unwrap();
     let sent = |group: &str| {
         let of = plan.collectives.iter().find(|one| one.group == group && one.op == "send");
         of.map(|one| (one.calls, one.bytes)).unwrap()

@@ -113,7 +113,7 @@ pub use open::{open, resolve_last};
 pub use packed::{PackedSource, Packing};
 pub use peft::{
     ADAPTER_CONFIG, ADAPTER_MODEL, AdapterLabels, AdapterSource, MergedModel, PeftConfig,
-    load_adapter, save_adapter,
+    load_adapter, save_adapter, write_adapter,
 };
 pub use rank_zero::RankZeroSource;
 pub use save::{SaveRequest, after_commit, remove_unfinished, save};

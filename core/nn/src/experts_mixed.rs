@@ -115,7 +115,7 @@ impl Projections {
     /// The projections of the mixture at the builder's path.
     pub(super) fn new(b: &ModuleBuilder, config: &MixtureOfExpertsConfig) -> Result<Self> {
         let &MixtureOfExpertsConfig { hidden_size, intermediate_size, num_experts, .. } = config;
-        let experts = b.experts(num_experts);
+        let experts = b.experts(num_experts, config.experts_per_row);
         let of_experts = b.pp("experts");
         let stack = |name: &str, sizes| Stack::new(&of_experts.pp(name), &experts, config, sizes);
         Ok(Self {

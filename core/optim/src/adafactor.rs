@@ -20,8 +20,8 @@ use fulgurite_collective::collective::{Label, ProcessGroup};
 use fulgurite_collective::shard::Region;
 use fulgurite_module::parameter::Parameter;
 use fulgurite_tensor::autograd::storage;
-use fulgurite_tensor::execution::read;
-use fulgurite_tensor::memory::{self, MemoryKind};
+use fulgurite_tensor::execution::{read, transfer};
+use fulgurite_tensor::memory::{self, MemoryKind, Place};
 
 /// Adafactor (Shazeer and Stern, 2018), computed in the order of `torch.optim.Adafactor`:
 /// `optimizer.type = "adafactor"`.
@@ -215,11 +215,10 @@ impl AdafactorOptimizer {
             step.work.apply(moment, self.step_size(step, first, second))
         })?;
         for step in &steps {
-            if !step.target.device().is_cpu() && step.target.elem_count() > 0 {
-                storage::copy_from(
-                    &step.target,
-                    &step.work.values.to_device(step.target.device())?,
-                )?;
+            let (target, values) = (&step.target, &step.work.values);
+            if !transfer::is_on_host(target) && target.elem_count() > 0 {
+                let values = transfer::to_device(values, target.device(), "parameters")?;
+                storage::copy_from(target, &values)?;
             }
         }
         Ok(())
@@ -240,9 +239,9 @@ impl AdafactorOptimizer {
             let hyper = self.state.hyper(index);
             let owned = self.owned(parameter, &local.region)?;
             let target = local.values;
-            let values = target.to_device(&Device::Cpu)?;
+            let values = transfer::to_host(&target, "parameters")?;
             let grad = match update {
-                Some(update) => update.grad.to_device(&Device::Cpu)?,
+                Some(update) => transfer::to_host(&update.grad, "gradients")?,
                 None => storage::zeros(0, self.state.arithmetic_dtype(index)?, &Device::Cpu)?,
             };
             let lr = hyper.lr * self.schedule;
@@ -322,6 +321,7 @@ impl AdafactorOptimizer {
         let dtype = self.state.arithmetic_dtype(index)?;
         let moments = &mut self.moments[index];
         if moments.is_none() {
+            let _place = memory::at(Place::Host);
             let _kind = memory::of_kind(MemoryKind::OptimizerState);
             let zeros = |elements| storage::zeros(elements, dtype, &Device::Cpu);
             let plane = Plane::of(parameter.global_shape());

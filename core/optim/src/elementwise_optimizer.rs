@@ -19,6 +19,7 @@ use super::step_scale::{GradScale, StepScale};
 use crate::Result;
 use fulgurite_module::parameter::Parameter;
 use fulgurite_tensor::autograd::storage;
+use fulgurite_tensor::execution::transfer;
 
 /// The options of an optimizer: its configuration.
 pub(super) trait Options: Clone {
@@ -137,6 +138,7 @@ impl<R: UpdateRule<N>, const N: usize> ElementwiseOptimizer<R, N> {
         let mut on_gpu = UpdatesBySteps::default();
         for index in 0..self.state.parameters().len() {
             let Some(update) = self.state.update_of(index, self.steps)? else { continue };
+            let _place = transfer::beside(&update.values);
             let steps = self.state.steps_of(index, self.steps);
             let c = self.rule.coefficients(update.hyper, self.schedule, steps);
             #[cfg(feature = "cuda")]

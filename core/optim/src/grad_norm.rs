@@ -22,7 +22,7 @@ use fulgurite_collective::shard::Region;
 use fulgurite_module::parameter::Parameter;
 use fulgurite_tensor::autograd::storage::{HostElement, with_host};
 use fulgurite_tensor::execution::dry_run::skips_pass;
-use fulgurite_tensor::execution::read;
+use fulgurite_tensor::execution::{read, transfer};
 use fulgurite_tensor::simd::vectorized;
 
 /// Elements that are summed as one block. Fixed, because sums depend on it.
@@ -87,6 +87,7 @@ impl SquaredNorm {
             if on_gpu.take(&grad, &owned, &local.sizes)? {
                 continue;
             }
+            let _place = transfer::beside(&grad);
             squares = squares.plus(if grad.device().is_cpu() {
                 Self { on_host: host_sum(&grad, &owned, &local.sizes)?, on_device: None }
             } else {

@@ -23,6 +23,7 @@ use crate::{Error, Result};
 use fulgurite_module::module::any_pattern_matches;
 use fulgurite_module::parameter::Parameter;
 use fulgurite_tensor::autograd::storage;
+use fulgurite_tensor::execution::transfer;
 
 /// Muon (Jordan et al., 2024) for the matrices of hidden layers, computed in the order of
 /// `torch.optim.Muon`, and [`AdamW`] for all other parameters: `optimizer.type = "muon"`.
@@ -363,9 +364,12 @@ impl MuonOptimizer {
         let newton_schulz = self.options.newton_schulz();
         let updates = self.owners.compute(&items, |item, matrix| {
             // Where the model computes, if shards are offloaded to the host.
-            let here = matrix.device().clone();
-            let matrix = matrix.to_device(item.parameter.device())?;
-            Ok(newton_schulz.apply(&matrix)?.to_device(&here)?)
+            let device = item.parameter.device();
+            if !(transfer::has_own_memory(device) && transfer::is_on_host(&matrix)) {
+                return newton_schulz.apply(&matrix);
+            }
+            let matrix = transfer::to_device(&matrix, device, "matrices")?;
+            transfer::to_host(&newton_schulz.apply(&matrix)?, "matrices")
         })?;
         for ((item, moved), update) in items.iter().zip(moved).zip(updates) {
             let Some(ParamUpdate { hyper, values, noise, .. }) = moved else { continue };
@@ -374,6 +378,7 @@ impl MuonOptimizer {
             let shape = item.parameter.global_shape();
             c.step_size *= self.options.adjust_lr_fn.factor(shape[0], shape[1]);
             let update = ParamUpdate { hyper, values, grad: update, state: [], noise };
+            let _place = transfer::beside(&update.values);
             compute::<0>(&update, c, &GradScale::default())?;
         }
         Ok(())
@@ -389,6 +394,7 @@ impl MuonOptimizer {
     ) -> Result<Tensor> {
         let local = parameter.local()?.values;
         let dtype = arithmetic_dtype(parameter.dtype()).unwrap_or(DType::F32);
+        let _place = transfer::beside(&local);
         let values = storage::zeros(local.elem_count(), dtype, local.device())?;
         if let Some(ParamUpdate { hyper, grad, state, noise, .. }) = update {
             let c = UpdateRule::<1>::coefficients(&self.options, *hyper, self.schedule, self.steps);

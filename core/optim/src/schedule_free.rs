@@ -16,6 +16,7 @@ use super::update_ranks::UpdateRanks;
 use crate::{Error, Result};
 use fulgurite_module::parameter::Parameter;
 use fulgurite_tensor::autograd::storage;
+use fulgurite_tensor::execution::transfer;
 
 /// Schedule-free AdamW (Defazio et al., 2024), computed in the order of `AdamWScheduleFree` of the
 /// package `schedulefree` 1.4: `optimizer.type = "schedule_free_adamw"`.
@@ -272,6 +273,7 @@ impl ScheduleFree {
         let rate = self.rule.warmup(self.steps) * self.schedule;
         for index in 0..self.started.len() {
             let Some(update) = self.state.update_of(index, self.steps)? else { continue };
+            let _place = transfer::beside(&update.values);
             if !self.started[index] {
                 storage::copy_from(&update.state[0], &update.values)?;
                 self.started[index] = true;

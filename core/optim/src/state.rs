@@ -11,6 +11,7 @@ use super::state_dtype::{Noise, StateDtype};
 use crate::{Error, Result};
 use fulgurite_module::parameter::{LocalShard, Parameter};
 use fulgurite_tensor::autograd::storage;
+use fulgurite_tensor::execution::transfer;
 use fulgurite_tensor::memory::{self, MemoryKind};
 
 /// Parameters, their options, and `N` state tensors each, allocated when first needed.
@@ -190,6 +191,7 @@ impl<const N: usize> OptimizerState<N> {
         if state.is_none() {
             let dtype = self.dtype.of(arithmetic_dtype_of(parameter)?);
             let mut tensors = Vec::with_capacity(N);
+            let _place = transfer::beside(&values);
             for initial in self.initial {
                 let _kind = memory::of_kind(MemoryKind::OptimizerState);
                 let tensor = storage::zeros(values.elem_count(), dtype, values.device())?;

@@ -10,6 +10,7 @@ use super::step_scale::StepScale;
 use crate::{Error, Result};
 use fulgurite_module::parameter::{LocalShard, Parameter};
 use fulgurite_tensor::autograd::storage;
+use fulgurite_tensor::execution::transfer;
 use fulgurite_tensor::memory::{self, MemoryKind};
 
 /// An average of the weights over training, to evaluate or publish instead of the weights.
@@ -108,6 +109,7 @@ impl WeightAverage {
                 Error::parameter(parameter.fqn(), message)
             })?;
             // Copied: `to_dtype` to the weights' own dtype would share their memory.
+            let _place = transfer::beside(&values);
             let _kind = memory::of_kind(MemoryKind::Averages);
             let average = storage::zeros(values.elem_count(), dtype, values.device())?;
             storage::copy_from(&average, &values)?;
@@ -200,6 +202,7 @@ impl WeightAverage {
             if values.elem_count() == 0 {
                 continue;
             }
+            let _place = transfer::beside(average);
             if gain == 1.0 && scale.is_none_or(|scale| scale.numbers().is_none()) {
                 storage::copy_from(average, &values)?;
             } else if average.device().is_cpu() {

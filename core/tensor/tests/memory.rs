@@ -18,7 +18,7 @@ fn blocks_are_told_apart_and_given_back() {
     let early = vec![1u8; MIB];
     assert_eq!(memory::held() - before, MIB as u64);
 
-    let trace = Trace::start_reserving().expect("no other trace");
+    let trace = Trace::start_reserving(false).expect("no other trace");
     assert!(Trace::start().is_none(), "one at a time");
     mark("parameters");
     let weights = {

@@ -22,6 +22,7 @@ mod gguf;
 mod layers;
 mod matching;
 mod modules;
+mod peft;
 mod recipes;
 mod rewards;
 mod weights;
@@ -51,6 +52,7 @@ pub use modules::{
     ModelReward, PREFERENCE_KEYS, Preference, Reward, SampledAnswer, ScaleRewards,
     SequenceClassification, TextGeneration, TokenClassification,
 };
+pub use peft::{PeftAdapter, PeftWritten};
 pub use recipes::{RECIPES, Recipe};
 pub use rewards::{
     AnswerReward, PatternReward, ProgramReward, RewardConfig, RewardFunction, RewardedAnswer,

@@ -81,7 +81,7 @@ pub(crate) struct Convert {
     /// Number of shards of a distributed checkpoint [default: 1]
     #[arg(long, value_name = "N")]
     shards: Option<usize>,
-    /// The directory of an adapter's base, for its GGUF file [default: as `adapter_config.json` says]
+    /// The directory of an adapter's base, for GGUF and PEFT [default: as `adapter_config.json` says]
     #[arg(long, value_name = "DIR")]
     base: Option<PathBuf>,
     /// Write a GGUF file without a tokenizer
@@ -114,6 +114,8 @@ enum Format {
     HuggingFace,
     /// A file for llama.cpp and the programs around it: a model, or an adapter in PEFT's format
     Gguf,
+    /// The adapter of a run under the names that PEFT finds in the model of `transformers`
+    Peft,
 }
 
 impl Consolidate {
@@ -134,19 +136,28 @@ impl Convert {
             Format::Full => ConvertTarget::Full,
             Format::HuggingFace => ConvertTarget::HuggingFace,
             Format::Gguf => return self.gguf(),
+            Format::Peft => return self.peft(),
         };
         self.paths.convert("converting", options(to, self.changes, self.files)?)
     }
 
     /// An option that belongs to another format.
     fn misplaced(&self) -> Option<&'static str> {
-        let (distributed, gguf) = (self.to == Format::Distributed, self.to == Format::Gguf);
+        let [distributed, gguf, peft] =
+            [Format::Distributed, Format::Gguf, Format::Peft].map(|format| self.to == format);
         [
             ("--shards", self.shards.is_some() && !distributed),
-            ("--max-shard-size", self.files.max_shard_size.is_some() && (distributed || gguf)),
-            ("--config", self.files.config.is_some() && (distributed || gguf)),
-            ("--rename", !self.changes.rename.is_empty() && gguf),
-            ("--base", self.base.is_some() && !gguf),
+            (
+                "--max-shard-size",
+                self.files.max_shard_size.is_some() && (distributed || gguf || peft),
+            ),
+            ("--config", self.files.config.is_some() && (distributed || gguf || peft)),
+            ("--rename", !self.changes.rename.is_empty() && (gguf || peft)),
+            ("--base", self.base.is_some() && !(gguf || peft)),
+            ("--dtype", self.changes.dtype.is_some() && peft),
+            ("--model-only", self.changes.model_only && peft),
+            ("--average", self.changes.average && peft),
+            ("--adapter", self.changes.adapter.is_some() && peft),
             ("--without-tokenizer", self.without_tokenizer && !gguf),
         ]
         .into_iter()
@@ -170,10 +181,23 @@ impl Convert {
         request.run()
     }
 
+    #[cfg(feature = "models")]
+    fn peft(self) -> Result<ExitCode> {
+        let Paths { input, output, overwrite, verbosity } = &self.paths;
+        super::peft::convert(input, (output, *overwrite), self.base.as_deref(), verbosity.json)
+    }
+
     #[cfg(not(feature = "models"))]
     fn gguf(self) -> Result<ExitCode> {
         Err(Error::other(
             "this program was built without its feature `models`, which GGUF files need",
+        ))
+    }
+
+    #[cfg(not(feature = "models"))]
+    fn peft(self) -> Result<ExitCode> {
+        Err(Error::other(
+            "this program was built without its feature `models`, which knows PEFT's names",
         ))
     }
 }

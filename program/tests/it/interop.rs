@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value, json};
 
 use crate::encoders::{ENCODERS, Encoder, data};
-use crate::models::{decoders, fit, losses_of, root, run};
+use crate::models::{decoders, fit, has_experts, losses_of, root, run};
 
 /// Trains a decoder on two ranks of `fsdp` without changing its weights, and converts the
 /// checkpoint.
@@ -69,6 +69,57 @@ fn transformers_loads_trained_models() {
     for encoder in &ENCODERS {
         args.push(trained_encoder(encoder, data.path()));
         args.push(encoder.fixture().join("expected.safetensors"));
+    }
+    let args: Vec<String> = args.iter().map(|path| path.to_str().unwrap().to_owned()).collect();
+    let [compared, _] = run(python, &args);
+    println!("{compared}");
+}
+
+/// The adapter and the merged model of a run in `dir`, for PEFT and `transformers`: the base, and
+/// directories of both.
+fn adapted(base: &Path, dir: &Path) -> [PathBuf; 3] {
+    let step = dir.join("checkpoints/step-00000006");
+    let found = std::fs::read_dir(dir.join("logs")).unwrap();
+    let adapters = found.map(|version| version.unwrap().path().join("adapter"));
+    let adapter = adapters.into_iter().find(|path| path.is_dir()).expect("a run has its adapter");
+    let (written, merged) = (dir.join("peft"), dir.join("merged"));
+    let word = |path: &Path| path.to_str().unwrap().to_owned();
+    let convert = |from: &Path, to: &Path, more: &[String]| {
+        let args = ["checkpoint".to_owned(), "convert".to_owned(), word(from), word(to)];
+        run(env!("CARGO_BIN_EXE_fulgurite"), &[&args, more].concat());
+    };
+    convert(&adapter, &written, &["--to".to_owned(), "peft".to_owned()]);
+    let merge = ["--to".to_owned(), "hugging-face".to_owned(), "--adapter".to_owned()];
+    convert(&step, &merged, &[&merge[..], &[word(&adapter)]].concat());
+    [base.to_owned(), written, merged]
+}
+
+#[test]
+#[ignore = "needs a Python with transformers and peft"]
+fn peft_loads_adapters_of_every_family() {
+    let python = std::env::var("FULGURITE_PYTHON").unwrap_or_else(|_| "python3".to_owned());
+    let (scratch, data) = (tempfile::tempdir().unwrap(), data());
+    let sets = |dir: &Path| {
+        [
+            "trainer.adapters={rank=2,targets=\"all-linear\"}".to_owned(),
+            "optimizer.lr=0.1".to_owned(),
+            "trainer.max_steps=6".to_owned(),
+            "data.batch_size=4".to_owned(),
+            format!("trainer.default_root_dir={}", dir.join("logs").display()),
+            format!("checkpoint.dir={}", dir.join("checkpoints").display()),
+        ]
+    };
+    let mut args = vec![root().join("tests/interop/peft_adapters.py")];
+    for decoder in decoders().into_iter().filter(|decoder| !has_experts(decoder)) {
+        let dir = scratch.path().join(decoder.file_name().unwrap());
+        let sets = sets(&dir);
+        fit(&decoder, scratch.path(), &sets.iter().map(String::as_str).collect::<Vec<_>>());
+        args.extend(adapted(&decoder, &dir));
+    }
+    for encoder in ENCODERS.iter().filter(|encoder| encoder.name.ends_with("_classes")) {
+        let dir = scratch.path().join(encoder.name);
+        encoder.fit(data.path(), &sets(&dir).iter().map(String::as_str).collect::<Vec<_>>());
+        args.extend(adapted(&encoder.fixture(), &dir));
     }
     let args: Vec<String> = args.iter().map(|path| path.to_str().unwrap().to_owned()).collect();
     let [compared, _] = run(python, &args);

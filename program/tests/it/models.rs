@@ -128,7 +128,7 @@ pub(crate) fn assert_close(what: &str, found: &[f64], expected: &[f64], toleranc
 const ALONE: (usize, usize, &str) = (1, 2, "single_device");
 
 /// Whether layers of the decoder are mixtures of experts.
-fn has_experts(decoder: &Path) -> bool {
+pub(crate) fn has_experts(decoder: &Path) -> bool {
     let config = fs::read_to_string(decoder.join("config.json")).unwrap();
     ["num_local_experts", "n_routed_experts", "\"num_experts\""]
         .iter()

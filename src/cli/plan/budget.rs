@@ -11,6 +11,7 @@ use serde::Deserialize;
 #[serde(deny_unknown_fields)]
 struct Budget {
     peak_bytes: Option<u64>,
+    host_bytes: Option<u64>,
     traffic_bytes_per_step: Option<u64>,
     calls_per_step: Option<u64>,
     step_s: Option<f64>,
@@ -27,13 +28,14 @@ pub(super) fn check(plan: &RunPlan, path: &Path) -> Result<()> {
     let of = |number: u64| Some(number as f64);
     let limits = [
         ("peak_bytes", budget.peak_bytes.and_then(of), plan.peak_bytes.and_then(of)),
+        ("host_bytes", budget.host_bytes.and_then(of), plan.host_bytes.and_then(of)),
         (
             "traffic_bytes_per_step",
             budget.traffic_bytes_per_step.and_then(of),
             of(plan.traffic_bytes_per_step),
         ),
         ("calls_per_step", budget.calls_per_step.and_then(of), of(plan.calls_per_step)),
-        ("step_s", budget.step_s, plan.outlook.as_ref().map(|outlook| outlook.step_s)),
+        ("step_s", budget.step_s, Some(plan.step_s)),
     ];
     let mut passed = Vec::new();
     for (key, limit, planned) in limits {
@@ -43,7 +45,10 @@ pub(super) fn check(plan: &RunPlan, path: &Path) -> Result<()> {
             }
             (Some(_), None) => passed.push(format!(
                 "`{key}` is not known{}",
-                if key == "step_s" { "; give --hardware" } else { "" }
+                match key {
+                    "host_bytes" => "; the hardware's table has no `host`",
+                    _ => "",
+                }
             )),
             _ => {}
         }

@@ -42,9 +42,7 @@ pub(super) fn of(plan: &RunPlan) -> String {
             Bytes(collective.bytes)
         );
     }
-    if let Some(outlook) = &plan.outlook {
-        times(&mut text, outlook);
-    }
+    times(&mut text, &plan.outlook);
     text
 }
 
@@ -91,19 +89,30 @@ fn memory(text: &mut String, rank: &RankPlan, by_kind: bool) {
     for (kind, bytes) in rank.peak_by_kind.iter().filter(|_| by_kind) {
         let _ = writeln!(text, "  {kind:20} {}", Bytes(*bytes));
     }
+    let on_host: u64 = rank.host_by_kind.values().sum();
+    if on_host > 0 {
+        let _ = writeln!(text, "  in the host's memory at most {}", Bytes(on_host));
+    }
+    for (kind, bytes) in rank.host_by_kind.iter().filter(|_| by_kind) {
+        let _ = writeln!(text, "    {kind:18} {}", Bytes(*bytes));
+    }
 }
 
 fn times(text: &mut String, outlook: &Outlook) {
     let source = if outlook.measured { "" } else { ", whose numbers nobody measured here" };
     let _ = writeln!(
         text,
-        "\non {}{source}:\n  a step {}: {} computing, {} waiting for other ranks (collectives take {})\n  \
+        "\non {}{source}:\n  a step {}: {} computing, {} waiting for other ranks (collectives take {}){}\n  \
          {:.0} items/s, {:.1} % of the operations are the model's own (MFU)",
         outlook.hardware,
         secs(outlook.step_s),
         secs(outlook.compute_s),
         secs(outlook.wait_s),
         secs(outlook.communication_s),
+        match outlook.copy_wait_s > 0.0 {
+            true => format!(", {} waiting for the host's memory", secs(outlook.copy_wait_s)),
+            false => String::new(),
+        },
         outlook.items_per_s,
         100.0 * outlook.mfu,
     );
@@ -111,6 +120,9 @@ fn times(text: &mut String, outlook: &Outlook) {
         Some(true) => text.push_str("  it fits into a device's memory\n"),
         Some(false) => text.push_str("  it does NOT fit into a device's memory\n"),
         None => {}
+    }
+    if outlook.fits_host == Some(false) {
+        text.push_str("  what its ranks keep on a host does NOT fit into the host's memory\n");
     }
     let _ = write!(text, "  a checkpoint has {}", Bytes(outlook.checkpoint_bytes));
     if let Some(write_s) = outlook.checkpoint_s {
@@ -141,7 +153,7 @@ fn times(text: &mut String, outlook: &Outlook) {
     }
 }
 
-fn secs(secs: f64) -> String {
+pub(super) fn secs(secs: f64) -> String {
     match secs {
         s if s >= 2.0 * 86_400.0 => format!("{:.1} days", s / 86_400.0),
         s if s >= 7200.0 => format!("{:.1} h", s / 3600.0),

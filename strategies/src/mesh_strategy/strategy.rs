@@ -3,10 +3,11 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use candle_core::{DType, Device};
+use candle_core::DType;
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::collective::{Difference, ProcessGroup, broadcast_object, first_difference};
-use fulgurite_engine::memory::{self, MemoryKind};
+use fulgurite_engine::execution::transfer;
+use fulgurite_engine::memory::{self, MemoryKind, Place};
 use fulgurite_engine::mesh::{
     DATA_PARALLEL_REPLICATE, DP_SHARD_CP, DeviceMesh, PIPELINE_PARALLEL, TENSOR_PARALLEL,
 };
@@ -273,7 +274,8 @@ impl MeshStrategy {
         let _kind = memory::of_kind(MemoryKind::Parameters);
         let initial = materialize::initial_values(slot, seed, &region)?;
         let on_host = self.settings.cpu_offload;
-        let initial = if on_host { initial.to_device(&Device::Cpu)? } else { initial };
+        let _place = on_host.then(|| memory::at(Place::Host));
+        let initial = if on_host { transfer::to_host(&initial, "parameters")? } else { initial };
         let values = if group.size() > 1 {
             let shard = group.empty(initial.elem_count(), initial.dtype(), initial.device())?;
             storage::copy_from(&shard, &initial)?;

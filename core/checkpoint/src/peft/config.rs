@@ -17,10 +17,14 @@ use fulgurite_engine::module::{
 /// The key of adapters whose base has transposed matrices.
 const FAN_IN_FAN_OUT: &str = "fan_in_fan_out";
 
+/// The key of layers whose [`alpha`](PeftConfig::lora_alpha) differs.
+const ALPHA_PATTERN: &str = "alpha_pattern";
+
 /// Keys of `adapter_config.json` that do not change the output of a trained adapter.
 ///
 /// The fields of [`PeftConfig`] are not listed.
-const WITHOUT_EFFECT: [&str; 17] = [
+const WITHOUT_EFFECT: [&str; 18] = [
+    ALPHA_PATTERN, // Checked by its keys.
     "auto_mapping",
     "corda_config",
     "ensure_weight_tying",
@@ -177,10 +181,25 @@ impl PeftConfig {
         )
     }
 
-    /// Returns the factor of an adapter's output for this rank.
-    pub(super) fn scale(&self, rank: usize) -> f64 {
-        let rank = rank as f64;
-        self.lora_alpha / if self.use_rslora { rank.sqrt() } else { rank }
+    /// Returns the factor of the output of a layer's adapter of this rank.
+    pub fn scale(&self, layer: &str, rank: usize) -> f64 {
+        let of_layer = self.alphas().find(|(pattern, _)| ends_with(layer, pattern));
+        let (alpha, rank) = (of_layer.map_or(self.lora_alpha, |(_, alpha)| alpha), rank as f64);
+        alpha / if self.use_rslora { rank.sqrt() } else { rank }
+    }
+
+    /// The layers whose alpha differs, and their alphas.
+    fn alphas(&self) -> impl Iterator<Item = (String, f64)> {
+        let table = self.rest.get(ALPHA_PATTERN).and_then(serde_json::Value::as_object);
+        table
+            .into_iter()
+            .flatten()
+            .filter_map(|(pattern, alpha)| Some((pattern.replace(r"\.", "."), alpha.as_f64()?)))
+    }
+
+    /// Whether the alphas of layers differ.
+    pub(super) fn has_alpha_pattern(&self) -> bool {
+        self.rest.get(ALPHA_PATTERN).is_some_and(|value| !is_off(value))
     }
 
     /// Whether the ranks of layers differ.
@@ -220,6 +239,20 @@ impl PeftConfig {
             return wrong(format!(
                 "has `r` = {r} and `lora_alpha` = {alpha}, of which no scale follows"
             ));
+        }
+        // PEFT takes them for regular expressions.
+        let is_plain = |c: char| c.is_alphanumeric() || "._-".contains(c);
+        let (mut alphas, table) = (self.alphas(), self.rest.get(ALPHA_PATTERN));
+        if let Some((pattern, _)) =
+            alphas.find(|(pattern, alpha)| !pattern.chars().all(is_plain) || !alpha.is_finite())
+        {
+            return wrong(format!(
+                "has `{pattern}` in `{ALPHA_PATTERN}`, and only paths of layers and their ends can be read; write \
+                 them out"
+            ));
+        }
+        if table.is_some_and(|table| !is_off(table)) && self.alphas().count() == 0 {
+            return wrong(format!("has `{ALPHA_PATTERN}` that is no table of numbers"));
         }
         match self.rest.get("init_lora_weights") {
             None | Some(serde_json::Value::Null | serde_json::Value::Bool(_)) => {}
@@ -269,13 +302,8 @@ impl PeftConfig {
         if !self.lists_targets() {
             return None;
         }
-        let names = |patterns: Vec<String>| {
-            patterns.iter().any(|pattern| {
-                layer
-                    .strip_suffix(pattern.as_str())
-                    .is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
-            })
-        };
+        let names =
+            |patterns: Vec<String>| patterns.iter().any(|pattern| ends_with(layer, pattern));
         let targets = names(Self::list(&self.target_modules)?);
         let excluded = names(Self::list(&self.exclude_modules)?);
         Some(targets && !excluded)
@@ -293,6 +321,12 @@ impl PeftConfig {
             }
         }
     }
+}
+
+/// Whether a layer's path is this one, or ends with it after a dot.
+fn ends_with(layer: &str, path: &str) -> bool {
+    let rest = layer.strip_suffix(path);
+    rest.is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
 }
 
 /// Whether a value switches its key off.

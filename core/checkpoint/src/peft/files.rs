@@ -4,6 +4,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
 use candle_core::Tensor;
+use serde::Serialize;
 
 use super::super::GatherOptions;
 use super::super::full::gather_cpu_state_dict;
@@ -57,7 +58,7 @@ pub fn save_adapter(
         let tensors =
             tensors.into_iter().map(|(fqn, tensor)| (peft_name(tree, &fqn), tensor)).collect();
         let config = PeftConfig::new(adapters, tree, labels);
-        write(dir, &tensors, &config)
+        write_named(dir, &tensors, &config)
     })?;
     Ok(dir.to_owned())
 }
@@ -97,7 +98,25 @@ fn peft_name(tree: &ModuleTree, fqn: &str) -> String {
     }
 }
 
-fn write(dir: &Path, tensors: &HashMap<String, Tensor>, config: &PeftConfig) -> Result<()> {
+/// Writes the directory of an adapter in PEFT's format from its tensors, by their names in the model
+/// (`layers.0.mlp.lora_A.weight`). Existing files are replaced. Not collective.
+///
+/// # Errors
+/// If the directory cannot be written.
+pub fn write_adapter(
+    dir: &Path,
+    tensors: &HashMap<String, Tensor>,
+    config: &impl Serialize,
+) -> Result<()> {
+    let named = tensors.iter().map(|(name, tensor)| (format!("{PREFIX}{name}"), tensor.clone()));
+    write_named(dir, &named.collect(), config)
+}
+
+fn write_named(
+    dir: &Path,
+    tensors: &HashMap<String, Tensor>,
+    config: &impl Serialize,
+) -> Result<()> {
     std::fs::create_dir_all(dir).map_err(Error::io("creating", dir))?;
     let json = serde_json::to_vec_pretty(config)
         .map_err(|error| Error::other(format!("encoding {ADAPTER_CONFIG}: {error}")))?;

@@ -325,7 +325,8 @@ impl<'a> MergedModel<'a> {
             };
             let a = part(&a, [rank, region.sizes[inputs]], [0, region.offsets[inputs]])?;
             let b = part(&b, [region.sizes[outputs], rank], [region.offsets[outputs], 0])?;
-            let product = (b.matmul(&a)? * self.adapter.config().scale(rank))?;
+            let in_file = if first == 0 { layer.to_owned() } else { expert_path(layer, 0) };
+            let product = (b.matmul(&a)? * self.adapter.config().scale(&in_file, rank))?;
             let product = if is_transposed { product.t()?.contiguous()? } else { product };
             return Ok(Some(product.flatten_all()?));
         }

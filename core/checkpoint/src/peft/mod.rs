@@ -9,7 +9,7 @@ mod merge;
 mod source;
 
 pub use config::PeftConfig;
-pub use files::{AdapterLabels, save_adapter};
+pub use files::{AdapterLabels, save_adapter, write_adapter};
 pub use load::load_adapter;
 pub use merge::MergedModel;
 pub use source::AdapterSource;

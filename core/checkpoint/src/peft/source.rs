@@ -126,9 +126,9 @@ impl AdapterSource {
     pub fn adapters(&self) -> Result<Adapters> {
         let config = &self.config;
         let path = self.location().with_file_name(ADAPTER_CONFIG);
-        if config.has_rank_pattern() {
-            let message = "sets `rank_pattern`: the ranks of its layers differ, and adapters that are trained \
-                           have one rank here. It can be merged into its base with `fulgurite checkpoint convert \
+        if config.has_rank_pattern() || config.has_alpha_pattern() {
+            let message = "sets `rank_pattern` or `alpha_pattern`: the ranks or factors of its layers differ, and \
+                           adapters that are trained have one of each here. It can be merged into its base with `fulgurite checkpoint convert \
                            --adapter`";
             return Err(Error::checkpoint(path, message));
         }

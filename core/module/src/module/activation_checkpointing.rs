@@ -32,6 +32,7 @@ use super::tree::ModuleTree;
 use super::unit::UnitHandle;
 use crate::{Error, Result};
 use fulgurite_config::ConfigType;
+use fulgurite_tensor::execution::transfer;
 
 /// The number of checkpointed units: the values of `trainer.activation_checkpointing`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -118,7 +119,7 @@ impl ActivationCheckpointing {
     /// If they cannot.
     pub fn check_device(&self, device: &Device) -> Result<()> {
         match self.offload {
-            Some(ActivationOffload::Host) if device.is_cpu() => Err(wrong(
+            Some(ActivationOffload::Host) if !transfer::has_own_memory(device) => Err(wrong(
                 "offload = \"host\" moves activations from a GPU to the host's memory, and the model \
                  is there already; offload = \"disk\" moves them to files",
             )),

@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 use fulgurite_tensor::autograd::storage::{with_bytes, with_bytes_mut};
-use fulgurite_tensor::execution;
 use fulgurite_tensor::execution::transfer::{self, HostCopy};
+use fulgurite_tensor::execution::{self, dry_run};
 
 /// Storage of units' offloaded activations: `offload` in `trainer.activation_checkpointing`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -43,8 +43,10 @@ impl SavedActivation {
             }
             Self::Disk { file, offset, shape, dtype, device } => {
                 let x = Tensor::zeros(shape.elem_count(), *dtype, &Device::Cpu)?;
-                with_bytes_mut(&x, |bytes| file.read_exact_at(bytes, *offset))?
-                    .map_err(failed("reading offloaded activations from"))?;
+                if !dry_run::is_on() {
+                    with_bytes_mut(&x, |bytes| file.read_exact_at(bytes, *offset))?
+                        .map_err(failed("reading offloaded activations from"))?;
+                }
                 transfer::to_device(&x.reshape(shape)?, device, "activations")
             }
         }
@@ -150,8 +152,10 @@ impl Offload {
         };
         let offset = self.offset;
         let write = |bytes: &[u8]| file.write_all_at(bytes, offset).map(|()| bytes.len() as u64);
-        let written = with_bytes(&copy, write)?;
-        self.offset += written.map_err(failed("offloading activations: writing to"))?;
+        if !dry_run::is_on() {
+            let written = with_bytes(&copy, write)?;
+            self.offset += written.map_err(failed("offloading activations: writing to"))?;
+        }
         let (shape, dtype) = (x.shape().clone(), x.dtype());
         Ok(SavedActivation::Disk { file, offset, shape, dtype, device })
     }

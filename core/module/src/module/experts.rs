@@ -42,14 +42,15 @@ pub struct Experts(Arc<Inner>);
 struct Inner {
     path: String,
     count: usize,
+    per_row: usize,
     parameters: Mutex<Vec<Parameter>>,
     ranks: OnceLock<Arc<dyn ProcessGroup>>,
 }
 
 impl Experts {
-    pub(super) fn new(path: String, count: usize) -> Self {
+    pub(super) fn new(path: String, count: usize, per_row: usize) -> Self {
         let (parameters, ranks) = (Mutex::default(), OnceLock::new());
-        Self(Arc::new(Inner { path, count, parameters, ranks }))
+        Self(Arc::new(Inner { path, count, per_row, parameters, ranks }))
     }
 
     /// The layer's path.
@@ -60,6 +61,11 @@ impl Experts {
     /// The number of experts, on all ranks together.
     pub fn count(&self) -> usize {
         self.0.count
+    }
+
+    /// The number of experts that compute a row.
+    pub fn per_row(&self) -> usize {
+        self.0.per_row
     }
 
     /// Adds a parameter whose first dimension is the experts.

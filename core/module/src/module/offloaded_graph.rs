@@ -39,8 +39,8 @@ pub(super) fn call<A: Activations, B: Activations>(
         let _own_graph = mode.enter();
         let own_input =
             |(x, tracked): (_, &bool)| own_input(unit, (x, *tracked), (&owner, &mut starts));
-        let inputs = given.iter().zip(&tracked).map(own_input).collect::<Result<Vec<_>>>()?;
         let compute = || {
+            let inputs = given.iter().zip(&tracked).map(own_input).collect::<Result<Vec<_>>>()?;
             unit.note_exposed();
             let y = compute(&with_tensors(x, inputs)?)?;
             let own = tensors(&y)?;
@@ -143,7 +143,7 @@ fn offload(
             continue;
         }
         let memory = storage::take(tensor)?;
-        let flat = storage::flat(memory, tensor.device())?;
+        let flat = storage::flat(memory)?;
         elsewhere.push((tensor.clone(), offload.save(flat)?));
     }
     Ok(elsewhere)

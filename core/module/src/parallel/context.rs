@@ -89,7 +89,7 @@ impl ContextParallel {
         let gathers = parts
             .iter()
             .map(|x| {
-                let input = x.detach().contiguous()?.flatten_all()?;
+                let input = storage::contiguous(x)?.flatten_all()?;
                 let n = input.elem_count() * self.size();
                 let output = storage::unset(n, x.dtype(), x.device())?;
                 Ok(AllGather::even(&output, &input, self.size()))
@@ -127,7 +127,7 @@ impl ContextParallel {
                         .chunks(rank, length)
                         .map(|chunk| x.narrow(1, chunk.start, chunk.len()));
                     let own = storage::cat(&[head?, tail?], 1)?;
-                    chunks.push(own.contiguous()?.flatten_all()?);
+                    chunks.push(storage::contiguous(&own)?.flatten_all()?);
                 }
                 let input = storage::cat(&chunks, 0)?;
                 let mut shape = x.dims().to_vec();

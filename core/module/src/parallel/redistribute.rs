@@ -152,7 +152,7 @@ impl Redistributed {
 
 /// Sums over the ranks, in place if `x` is contiguous.
 fn all_reduce(x: &Tensor, group: &dyn ProcessGroup) -> Result<Tensor> {
-    let sum = x.detach().contiguous()?;
+    let sum = storage::contiguous(x)?;
     group.run(Collective::all_reduce(&sum, ReduceOp::Sum))?;
     Ok(sum)
 }
@@ -174,7 +174,7 @@ fn all_gather(x: &Tensor, dim: isize, total: usize, group: &dyn ProcessGroup) ->
     }
     let (outer, inner) = around(x, dim);
     let counts: Vec<usize> = sizes.iter().map(|n| outer * n * inner).collect();
-    let input = x.detach().contiguous()?.flatten_all()?;
+    let input = storage::contiguous(x)?.flatten_all()?;
     let flat = storage::unset(outer * total * inner, x.dtype(), x.device())?;
     let part = AllGather { input, output: flat.clone(), counts: counts.clone() };
     group.run(Collective::all_gather_into(vec![part]))?;
@@ -205,13 +205,13 @@ fn reduce_scatter(x: &Tensor, dim: isize, group: &dyn ProcessGroup) -> Result<Te
     let counts: Vec<usize> = chunks.iter().map(|(_, n)| outer * n * inner).collect();
     let x = x.detach();
     let input = if outer == 1 || x.elem_count() == 0 {
-        x.contiguous()?.flatten_all()?
+        storage::contiguous(&x)?.flatten_all()?
     } else {
         let parts = chunks
             .iter()
             .filter(|(_, n)| *n > 0)
-            .map(|&(start, n)| x.narrow(dim, start, n)?.contiguous()?.flatten_all())
-            .collect::<candle_core::Result<Vec<_>>>()?;
+            .map(|&(start, n)| Ok(storage::contiguous(&x.narrow(dim, start, n)?)?.flatten_all()?))
+            .collect::<Result<Vec<_>>>()?;
         storage::cat(&parts, 0)?
     };
     let mine = storage::unset(counts[group.rank()], x.dtype(), x.device())?;

@@ -130,7 +130,7 @@ pub(crate) fn attention_sizes(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<()> 
 /// if necessary.
 fn rows_contiguous(x: &Tensor) -> Result<Tensor> {
     let x = storage::cast(&x.detach(), accumulation_dtype(x.dtype()))?;
-    Ok(if x.stride().last() == Some(&1) { x } else { x.contiguous()? })
+    if x.stride().last() == Some(&1) { Ok(x) } else { storage::contiguous(&x) }
 }
 
 impl DotProductAttention {

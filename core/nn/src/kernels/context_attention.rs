@@ -6,6 +6,7 @@ use super::attention::{AttentionOutput, DotProductAttention};
 use super::sinks;
 use crate::gradients::add_to;
 use crate::{Error, Result};
+use fulgurite_engine::autograd::storage;
 use fulgurite_engine::parallel::ContextParallel;
 
 /// Attention whose sequences may be sharded over ranks.
@@ -64,8 +65,9 @@ impl ContextAttention {
             let (k, v) = (k.narrow(1, 0, keys)?, v.narrow(1, 0, keys)?);
             query_ranges.push(attend.forward(&queries, &k, &v)?);
         }
-        let outputs: Vec<&Tensor> = query_ranges.iter().map(|attended| &attended.output).collect();
-        Ok(ContextAttentionOutput { output: Tensor::cat(&outputs, 1)?, query_ranges })
+        let outputs = query_ranges.iter().map(|attended: &AttentionOutput| attended.output.clone());
+        let output = storage::cat(&outputs.collect::<Vec<_>>(), 1)?;
+        Ok(ContextAttentionOutput { output, query_ranges })
     }
 
     /// The gradient of the sinks, if there are any. Not collective: from this rank's queries.
@@ -111,7 +113,7 @@ impl ContextAttention {
             let (k, v) = (k.narrow(1, 0, keys)?, v.narrow(1, 0, keys)?);
             let [dq, dk, dv] = attend.backward([&queries, &k, &v], attended, &grad)?;
             dqs.push(dq);
-            let [dk, dv] = [dk.pad_with_zeros(1, 0, rest)?, dv.pad_with_zeros(1, 0, rest)?];
+            let [dk, dv] = [with_zeros(dk, rest)?, with_zeros(dv, rest)?];
             sums = Some(match sums {
                 None => [dk, dv],
                 Some([k, v]) => [add_to(k, &dk)?, add_to(v, &dv)?],
@@ -120,7 +122,7 @@ impl ContextAttention {
         let [dk, dv] = sums.ok_or_else(|| Error::other("a sequence has no positions"))?;
         let mut parts = context.reduce_scatter(&[&dk, &dv])?.into_iter();
         match (parts.next(), parts.next()) {
-            (Some(dk), Some(dv)) => Ok([Tensor::cat(&dqs, 1)?, dk, dv]),
+            (Some(dk), Some(dv)) => Ok([storage::cat(&dqs, 1)?, dk, dv]),
             _ => Err(Error::other("a reduce-scatter lost a tensor")),
         }
     }
@@ -164,4 +166,14 @@ fn gather(context: &ContextParallel, k: &Tensor, v: &Tensor) -> Result<(Tensor, 
         (Some(k), Some(v)) => Ok((k, v)),
         _ => Err(Error::other("an all-gather lost a tensor")),
     }
+}
+
+/// Adds `rest` positions of zeros behind a gradient of keys or values.
+fn with_zeros(grad: Tensor, rest: usize) -> Result<Tensor> {
+    if rest == 0 {
+        return Ok(grad);
+    }
+    let mut dims = grad.dims().to_vec();
+    dims[1] = rest;
+    storage::cat(&[grad.clone(), storage::zeros(dims, grad.dtype(), grad.device())?], 1)
 }

@@ -8,6 +8,7 @@ use super::cross_entropy::{ClassRange, TargetMasks, Targets, max_and_sum_exp};
 use crate::Result;
 use crate::backend::{to_accumulation_dtype, uses_cpu_kernels};
 use crate::host::{Float, host, sum1, tensor, with_float};
+use fulgurite_engine::execution::dry_run::{self, skips_pass};
 
 /// Reductions of each row over this rank's classes, in the accumulation dtype. Ignored rows have
 /// arbitrary values.
@@ -47,7 +48,9 @@ impl LocalStatistics {
         with_float!(logits.dtype(), T => {
             let host_x = host(&logits)?;
             let values = host_x.slice::<T>()?;
-            let numbers: Vec<[T; 4]> = values
+            let is_skipped = skips_pass(size_of_val(values));
+            let values = if is_skipped { &[] } else { values };
+            let mut numbers: Vec<[T; 4]> = values
                 .par_chunks(columns)
                 .zip(targets)
                 .with_min_len(8)
@@ -59,6 +62,7 @@ impl LocalStatistics {
                     [row_max, exp, column.copied().unwrap_or(T::ZERO), total]
                 })
                 .collect();
+            numbers.resize(rows, [T::ZERO; 4]);
             let all = |i: usize| numbers.iter().map(move |row| row[i]);
             let rest: Vec<T> = if smooth { all(2).chain(all(3)).collect() } else { all(2).collect() };
             Ok(Self {
@@ -109,7 +113,8 @@ pub(crate) fn forward(
         let (row_max, sums) = (host_row_max.slice::<T>()?, host_sums.slice::<T>()?);
         let mut lse = vec![T::ZERO; rows];
         let mut sum = 0.0;
-        for row in (0..rows).filter(|&row| targets[row].is_some()) {
+        // The sums of a dry run may be zero, whose logarithm would end it.
+        for row in (0..rows).filter(|&row| targets[row].is_some() && !dry_run::is_on()) {
             lse[row] = row_max[row] + sums[row].ln();
             sum += lse[row].to_f64() - (1.0 - smoothing) * sums[rows + row].to_f64();
             if smoothing != 0.0 {

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use candle_core::{DType, Shape, Tensor, TensorId};
 
-use super::{GradMode, storage};
+use super::storage;
 use crate::execution;
 use crate::{Error, Result};
 
@@ -47,22 +47,16 @@ pub(super) struct Gradient {
     sum: Mutex<Option<Tensor>>,
 }
 
-/// Whether outputs of this shape have sources. Images have them at any size, so that
+/// Whether an output of this shape gets a source. Images have them at any size, so that
 /// [`refuse_wrong_gradients`](super::refuse_wrong_gradients) can tell a function's output from the
 /// output of a candle operation.
-fn may_have_source(x: &Tensor) -> bool {
+pub(super) fn is_for(x: &Tensor) -> bool {
     x.elem_count() >= FROM_ELEMENTS || x.rank() == 4
-}
-
-/// Whether an output gets a source. Units with activation offload make outputs without sources,
-/// because their graph must hold the tensors whose memory is moved.
-pub(super) fn is_for(output: &Tensor) -> bool {
-    may_have_source(output) && !matches!(GradMode::current(), GradMode::Offloading(_))
 }
 
 /// The source of a tensor, if the tensor is an output with a source.
 pub(super) fn source(x: &Tensor) -> Option<Arc<Source>> {
-    if !may_have_source(x) {
+    if !is_for(x) {
         return None;
     }
     execution::shared::<Sources>().lock().get(&x.id()).and_then(Weak::upgrade)
@@ -151,7 +145,7 @@ mod tests {
     use candle_core::{Device, Var};
 
     use super::*;
-    use crate::autograd::function;
+    use crate::autograd::{GradMode, collect_saved, function};
 
     const ROWS: usize = FROM_ELEMENTS / 64;
 
@@ -242,13 +236,16 @@ mod tests {
     }
 
     #[test]
-    fn offloading_graph_holds_outputs() {
+    fn offloaded_outputs_are_saved() {
         let x = var();
-        let ids = |y: &Tensor| y.sorted_nodes().iter().map(|node| node.id()).collect::<Vec<_>>();
-        let y = times(&x, 2.0);
-        assert!(!ids(&times(&y, 3.0)).contains(&y.id()));
+        let address = |y: &Tensor| std::ptr::from_ref(&*y.storage_and_layout().0).addr();
+        let saved_of = || {
+            let (y, saved) = collect_saved(|| times(&x, 2.0));
+            (address(&y), saved.iter().map(address).collect::<Vec<_>>())
+        };
+        assert!(saved_of().1.is_empty());
         let _offloading = GradMode::offloading().enter();
-        let y = times(&x, 2.0);
-        assert!(ids(&times(&y, 3.0)).contains(&y.id()));
+        let (y, saved) = saved_of();
+        assert_eq!(saved, [y]);
     }
 }

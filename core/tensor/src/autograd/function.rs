@@ -8,7 +8,7 @@ use candle_core::{
 };
 
 use super::direct::{self, Gradient, Source};
-use super::{GradMode, is_grad_enabled, storage};
+use super::{GradMode, is_grad_enabled, save_for_backward, storage};
 use crate::{Error, Result};
 
 /// The backward of a [`function`]: from the output and its gradient to one gradient an input. The
@@ -84,6 +84,8 @@ fn function_boxed(inputs: &[&Tensor], output: Tensor, backward: Box<Backward>) -
     let hand = move |_: &Tensor, grad: &Tensor| Ok(vec![Some(held.hand(grad.clone())?)]);
     let y = node(std::slice::from_ref(source.node()), output, Box::new(hand))?;
     made.get_or_init(|| y.detach());
+    // The graph of those that depend on the source does not hold the output.
+    save_for_backward(&[&y]);
     source.is_of(&y);
     Ok(y)
 }

@@ -108,16 +108,14 @@ pub fn release(tensor: &Tensor) -> Result<()> {
     take(tensor).map(drop)
 }
 
-/// A flat tensor of all elements of a storage that was [taken](take) on `device`.
+/// A flat tensor of all elements of a storage that was [taken](take).
 #[doc(hidden)]
-pub fn flat(storage: Storage, device: &Device) -> Result<Tensor> {
+pub fn flat(storage: Storage) -> Result<Tensor> {
     let elements = match len(&storage) {
         usize::MAX => return Err(Error::other("a storage of this kind cannot be moved")),
         elements => elements,
     };
-    let flat = Tensor::zeros(elements, storage.dtype(), device)?;
-    replace(&flat, storage)?;
-    Ok(flat)
+    Ok(Tensor::from_storage(storage, elements, BackpropOp::none(), false))
 }
 
 /// Gives a released tensor memory for all its elements, zero-filled. A tensor that has memory
@@ -273,6 +271,18 @@ pub fn cat(parts: &[Tensor], dim: usize) -> Result<Tensor> {
     Ok(Tensor::cat(&parts, dim)?)
 }
 
+/// `Tensor::contiguous` outside of graphs. Large copies are left zero in a dry run.
+///
+/// # Errors
+/// If the device has no memory for the copy.
+pub fn contiguous(tensor: &Tensor) -> Result<Tensor> {
+    let tensor = tensor.detach();
+    match !tensor.is_contiguous() && tensor.device().is_cpu() && skips_pass(2 * bytes_of(&tensor)) {
+        true => zeros(tensor.shape(), tensor.dtype(), tensor.device()),
+        false => Ok(tensor.contiguous()?),
+    }
+}
+
 fn bytes_of(tensor: &Tensor) -> usize {
     tensor.elem_count() * tensor.dtype().size_in_bytes()
 }
@@ -323,6 +333,10 @@ pub fn cast(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
         return Ok(converted);
     }
     if tensor.elem_count() > 0 || tensor.dtype() == dtype {
+        let bytes = bytes_of(tensor) + tensor.elem_count() * dtype.size_in_bytes();
+        if tensor.dtype() != dtype && tensor.device().is_cpu() && skips_pass(bytes) {
+            return zeros(tensor.shape(), dtype, tensor.device());
+        }
         return Ok(tensor.detach().to_dtype(dtype)?);
     }
     let storage = empty(dtype, tensor.device())?;

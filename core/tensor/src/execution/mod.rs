@@ -35,6 +35,7 @@
 //! ```
 
 mod context;
+mod dry_copies;
 pub mod dry_run;
 pub(crate) mod grad_mode;
 pub mod read;

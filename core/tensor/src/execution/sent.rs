@@ -45,7 +45,7 @@ impl SentTensors {
             return;
         }
         // `None`: the tensor stayed on the CPU under the same id.
-        let on_host = (!on_device.device().is_cpu()).then(|| on_host.clone());
+        let on_host = (on_device.id() != on_host.id()).then(|| on_host.clone());
         let mut sent = self.lock();
         sent.truncate(REMEMBERED - 1);
         sent.push_front((on_device.id(), on_host));

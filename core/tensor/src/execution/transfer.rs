@@ -21,10 +21,13 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
-use candle_core::{Device, DeviceLocation, Tensor};
+use candle_core::{CpuStorage, Device, DeviceLocation, Storage, Tensor};
 
+use super::dry_copies::DryCopies;
+use super::dry_run;
 pub use super::sent::SentTensors;
 use crate::Result;
+use crate::memory::{self, Place, PlaceGuard};
 
 /// Bytes moved each way.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -147,6 +150,9 @@ pub(super) fn copies(device: &Device, tensor: &Tensor) -> Option<Arc<dyn HostCop
     if tensor.elem_count() == 0 {
         return None;
     }
+    if let Some(dry) = DryCopies::current() {
+        return Some(Arc::new(dry));
+    }
     let all = COPIES.read().unwrap_or_else(PoisonError::into_inner);
     all.iter().find(|(location, _)| *location == device.location()).map(|(_, own)| own.clone())
 }
@@ -162,14 +168,10 @@ pub(super) fn copies(device: &Device, tensor: &Tensor) -> Option<Arc<dyn HostCop
 /// If the device has no memory for the copy.
 pub fn to_device(tensor: &Tensor, device: &Device, what: &'static str) -> Result<Tensor> {
     count(what, |bytes| &mut bytes.to_device, tensor);
-    let on_device = if device.is_cpu() {
-        tensor.clone()
-    } else {
-        let tensor = tensor.contiguous()?;
-        match copies(device, &tensor) {
-            Some(copies) => copies.to_device(&tensor)?,
-            None => tensor.force_contiguous()?.to_device(device)?,
-        }
+    let on_device = match copies(device, tensor) {
+        Some(copies) => copies.to_device(&tensor.contiguous()?)?,
+        None if device.is_cpu() => tensor.clone(),
+        None => tensor.force_contiguous()?.to_device(device)?,
     };
     super::shared::<SentTensors>().remember(&on_device, tensor);
     Ok(on_device)
@@ -188,12 +190,9 @@ pub fn sent(tensor: &Tensor) -> Option<Tensor> {
 /// If the device cannot be read.
 pub fn to_host(tensor: &Tensor, what: &'static str) -> Result<Tensor> {
     count(what, |bytes| &mut bytes.to_host, tensor);
-    if tensor.device().is_cpu() {
-        return Ok(tensor.clone());
-    }
-    let tensor = tensor.contiguous()?;
-    match copies(tensor.device(), &tensor) {
-        Some(copies) => copies.to_host(&tensor),
+    match copies(tensor.device(), tensor) {
+        Some(copies) => copies.to_host(&tensor.contiguous()?),
+        None if tensor.device().is_cpu() => Ok(tensor.clone()),
         // candle's `to_device` of a view copies the whole tensor behind it.
         None => Ok(tensor.force_contiguous()?.to_device(&Device::Cpu)?),
     }
@@ -212,6 +211,40 @@ pub fn begin_to_host(tensor: &Tensor, what: &'static str) -> Result<HostCopy> {
             copies.begin_to_host(&tensor.contiguous()?)
         }
         None => to_host(tensor, what).map(HostCopy::done),
+    }
+}
+
+/// Whether a device has memory of its own. In a dry run the CPU may stand for one that has.
+pub fn has_own_memory(device: &Device) -> bool {
+    !device.is_cpu() || dry_run::has_host()
+}
+
+/// Whether a tensor is in the host's memory. Always so on the CPU, unless that stands for a device
+/// with memory of its own.
+pub fn is_on_host(tensor: &Tensor) -> bool {
+    let is_marked = || memory::place_of(address(tensor)) == Place::Host;
+    tensor.device().is_cpu() && (!dry_run::has_host() || is_marked())
+}
+
+/// What this thread allocates and computes is beside `values`, on the host or the device, until the
+/// guard is dropped. Only plans ask for it: elsewhere a tensor's device says where it is.
+pub fn beside(values: &Tensor) -> PlaceGuard {
+    memory::at(if is_on_host(values) { Place::Host } else { Place::Device })
+}
+
+/// The address of a host tensor's storage; 0 elsewhere.
+fn address(tensor: &Tensor) -> usize {
+    let (storage, _) = tensor.storage_and_layout();
+    let Storage::Cpu(storage) = &*storage else { return 0 };
+    match storage {
+        CpuStorage::U8(values) => values.as_ptr().addr(),
+        CpuStorage::U32(values) => values.as_ptr().addr(),
+        CpuStorage::I64(values) => values.as_ptr().addr(),
+        CpuStorage::BF16(values) => values.as_ptr().addr(),
+        CpuStorage::F16(values) => values.as_ptr().addr(),
+        CpuStorage::F32(values) => values.as_ptr().addr(),
+        CpuStorage::F64(values) => values.as_ptr().addr(),
+        _ => 0,
     }
 }
 

@@ -1,4 +1,4 @@
-//! Kinds of memory.
+//! Kinds of memory, and whose it is.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -64,6 +64,45 @@ pub fn of_kind(kind: MemoryKind) -> KindGuard {
 pub(super) fn current() -> MemoryKind {
     // A thread that ends has lost its kind.
     KIND.try_with(Cell::get).unwrap_or(MemoryKind::Activations)
+}
+
+thread_local! {
+    static PLACE: Cell<Place> = const { Cell::new(Place::Device) };
+}
+
+/// Whose memory a block is in a plan for devices with memory of their own.
+///
+/// A dry run computes on the host. It tells the two apart by what its code says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    /// The device's, in which the model computes.
+    Device,
+    /// The host's.
+    Host,
+}
+
+/// Memory that this thread allocates is at `place` until the guard is dropped, as [`of_kind`].
+pub fn at(place: Place) -> PlaceGuard {
+    PlaceGuard { before: PLACE.replace(place), _not_send: PhantomData }
+}
+
+/// The place of what this thread allocates.
+pub fn place() -> Place {
+    PLACE.try_with(Cell::get).unwrap_or(Place::Device)
+}
+
+/// Restores the place when it is dropped; made by [`at`].
+#[must_use = "the place holds until the guard is dropped"]
+#[derive(Debug)]
+pub struct PlaceGuard {
+    before: Place,
+    _not_send: PhantomData<*const ()>,
+}
+
+impl Drop for PlaceGuard {
+    fn drop(&mut self) {
+        PLACE.set(self.before);
+    }
 }
 
 /// Restores the kind when it is dropped; made by [`of_kind`].

@@ -29,5 +29,5 @@ mod kind;
 mod trace;
 
 pub use accounting::{Accounted, COUNTED_BYTES, adopt, held, is_accounted, peak, reset_peak};
-pub use kind::{KindGuard, MemoryKind, of_kind};
-pub use trace::{Held, Trace, TracePoint, Traced, mark};
+pub use kind::{KindGuard, MemoryKind, Place, PlaceGuard, at, of_kind, place};
+pub use trace::{Held, Trace, TracePoint, Traced, mark, place_of};

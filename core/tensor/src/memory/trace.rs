@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::address_space;
-use super::kind::{self, MemoryKind};
+use super::kind::{self, MemoryKind, Place};
 
 /// Bytes held at a moment, by kind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -37,6 +37,9 @@ pub struct TracePoint {
     pub at_end: Held,
     /// Bytes at the instant of the part in which most was held.
     pub most: Held,
+    /// The same of the host's memory, if devices have memory of their own. Then `at_end` and `most`
+    /// are the device's.
+    pub most_on_host: Held,
 }
 
 /// What a trace has recorded.
@@ -54,6 +57,7 @@ struct Block {
     /// Bytes in the present trace's sums.
     bytes: usize,
     kind: MemoryKind,
+    place: Place,
     is_reserved: bool,
 }
 
@@ -63,12 +67,16 @@ struct Recorder {
     held: Held,
     /// The most that was held in the present part.
     most: Held,
+    on_host: Held,
+    most_on_host: Held,
     label: String,
     traced: Traced,
 }
 
 static IS_ON: AtomicBool = AtomicBool::new(false);
 static RESERVES: AtomicBool = AtomicBool::new(false);
+/// Whether the host's memory is told apart from the device's.
+static HAS_HOST: AtomicBool = AtomicBool::new(false);
 /// Number of blocks that [`remove`] knows.
 static BLOCKS: AtomicUsize = AtomicUsize::new(0);
 static RECORDER: Mutex<Option<Recorder>> = Mutex::new(None);
@@ -86,16 +94,17 @@ impl Trace {
     /// Starts to record the blocks that the process allocates from now on. `None` if the program's
     /// allocator is not [`Accounted`](super::Accounted), or if another trace is in force.
     pub fn start() -> Option<Self> {
-        Self::begin(false)
+        Self::begin(false, false)
     }
 
     /// Like [`start`](Self::start). Large blocks are address space only, until they are written: a
-    /// dry run, which writes nothing, holds more than the machine has.
-    pub fn start_reserving() -> Option<Self> {
-        Self::begin(true)
+    /// dry run, which writes nothing, holds more than the machine has. With `has_host`, memory at
+    /// [`Place::Host`] counts apart, else with the rest.
+    pub fn start_reserving(has_host: bool) -> Option<Self> {
+        Self::begin(true, has_host)
     }
 
-    fn begin(reserves: bool) -> Option<Self> {
+    fn begin(reserves: bool, has_host: bool) -> Option<Self> {
         if !super::is_accounted() || IS_ON.swap(true, Ordering::SeqCst) {
             return None;
         }
@@ -106,6 +115,7 @@ impl Trace {
             *recorder = Some(Recorder { blocks, ..Recorder::default() });
         });
         RESERVES.store(reserves, Ordering::SeqCst);
+        HAS_HOST.store(has_host, Ordering::SeqCst);
         Some(Self(()))
     }
 
@@ -143,9 +153,10 @@ pub fn mark(label: &str) {
     inside(|| {
         if let Some(recorder) = &mut *recorder() {
             let label = std::mem::replace(&mut recorder.label, label.to_owned());
-            let (at_end, most) = (recorder.held, recorder.most);
-            recorder.traced.points.push(TracePoint { label, at_end, most });
-            recorder.most = recorder.held;
+            let (at_end, most, most_on_host) =
+                (recorder.held, recorder.most, recorder.most_on_host);
+            recorder.traced.points.push(TracePoint { label, at_end, most, most_on_host });
+            (recorder.most, recorder.most_on_host) = (recorder.held, recorder.on_host);
         }
     });
 }
@@ -171,9 +182,16 @@ pub(super) fn has_blocks() -> bool {
 pub(super) fn add(address: usize, bytes: usize, is_reserved: bool) {
     inside(|| {
         let Some(recorder) = &mut *recorder() else { return };
-        let kind = kind::current();
-        recorder.blocks.insert(address, Block { bytes, kind, is_reserved });
+        let (kind, place) = (kind::current(), current_place());
+        recorder.blocks.insert(address, Block { bytes, kind, place, is_reserved });
         BLOCKS.store(recorder.blocks.len(), Ordering::Relaxed);
+        if place == Place::Host {
+            recorder.on_host.add(kind, bytes as i64);
+            if recorder.on_host.held() > recorder.most_on_host.held() {
+                recorder.most_on_host = recorder.on_host;
+            }
+            return;
+        }
         recorder.held.add(kind, bytes as i64);
         if recorder.held.held() > recorder.most.held() {
             recorder.most = recorder.held;
@@ -191,9 +209,26 @@ pub(super) fn remove(address: usize) -> bool {
         let Some(recorder) = &mut *recorder() else { return false };
         let Some(block) = recorder.blocks.remove(&address) else { return false };
         BLOCKS.store(recorder.blocks.len(), Ordering::Relaxed);
-        recorder.held.add(block.kind, -(block.bytes as i64));
+        let held = match block.place {
+            Place::Device => &mut recorder.held,
+            Place::Host => &mut recorder.on_host,
+        };
+        held.add(block.kind, -(block.bytes as i64));
         block.is_reserved
     })
+}
+
+fn current_place() -> Place {
+    match HAS_HOST.load(Ordering::Relaxed) {
+        true => kind::place(),
+        false => Place::Device,
+    }
+}
+
+/// The place of the block at this address. Blocks that no trace knows are the device's.
+pub fn place_of(address: usize) -> Place {
+    let place = |recorder: &Recorder| recorder.blocks.get(&address).map(|block| block.place);
+    inside(|| recorder().as_ref().and_then(place)).unwrap_or(Place::Device)
 }
 
 /// Calls `f`, whose own blocks are not recorded.

@@ -1,7 +1,7 @@
 //! [`GgufAdapter`]: an adapter as a GGUF file, which llama.cpp applies to a model (`--lora`).
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_checkpoint::tools::Progress;
@@ -13,7 +13,7 @@ use super::dtype::{GgufDtype, encoded};
 use super::file::{Metadata, TensorHeader, Value, Writer};
 use super::model::{GgufModel, GgufOptions, GgufWritten};
 use super::tensors::{Planned, Values, plan, reordered};
-use crate::config::resolve;
+use crate::peft::base_directory;
 use crate::weights::{View, WeightLayout};
 
 /// The two matrices of a layer's adapter, and the factor of their product.
@@ -166,11 +166,7 @@ impl GgufAdapter {
             if b.dims()[1] != rank {
                 return Err(wrong(format!("the matrices of `{path}` have different ranks")));
             }
-            let divisor = match config.use_rslora {
-                true => (rank as f64).sqrt(),
-                false => rank as f64,
-            };
-            let scale = config.lora_alpha / divisor;
+            let scale = config.scale(path, rank);
             let weight = format!("{path}.weight");
             let parts = match layout {
                 Some(layout) => layout.of_file(&weight),
@@ -252,23 +248,4 @@ fn apart(planned: &Planned, parts: &[Option<Pair>]) -> Result<(Tensor, Vec<Tenso
         Ok(block)
     };
     Ok((a, parts.iter().zip(&planned.sources).map(block).collect::<Result<Vec<_>>>()?))
-}
-
-/// The directory of an adapter's base.
-fn base_directory(adapter: &Path, given: Option<&Path>, named: Option<&str>) -> Result<PathBuf> {
-    let advice = "name the directory of the base, with its config.json, by `--base DIR`";
-    match (given, named) {
-        (Some(given), _) => Ok(given.to_owned()),
-        (None, Some(named)) => resolve(Path::new(named)).map_err(|_| {
-            Error::checkpoint(
-                adapter,
-                format!(
-                    "its base `{named}` is neither a directory nor in the local Hub cache; {advice}"
-                ),
-            )
-        }),
-        (None, None) => {
-            Err(Error::checkpoint(adapter, format!("adapter_config.json names no base; {advice}")))
-        }
-    }
 }

@@ -274,7 +274,7 @@ impl WeightLayout {
     }
 
     /// The file's tensor that the model's tensor `model` is a part of, and all its parts in order.
-    pub(super) fn of_model(&self, model: &str) -> (String, Vec<(String, View)>) {
+    pub(crate) fn of_model(&self, model: &str) -> (String, Vec<(String, View)>) {
         for rule in &self.rules {
             for (name, _) in &rule.parts {
                 if let Some(stars) = matched(name, model) {

@@ -80,7 +80,7 @@ impl View {
     }
 
     /// The rows of the file's tensor; `None` for all.
-    pub(super) fn rows_in_file(self) -> Option<Vec<Range<usize>>> {
+    pub(crate) fn rows_in_file(self) -> Option<Vec<Range<usize>>> {
         match self.rows {
             Rows::All | Rows::Interleaved { .. } => None,
             Rows::Range { start, len } => Some(std::iter::once(start..start + len).collect()),

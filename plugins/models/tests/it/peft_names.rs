@@ -9,7 +9,8 @@ use fulgurite::core::module::{Adapters, ForeignNames as _, ForeignPart, ModuleIn
 use fulgurite::core::trainer::LightningModule;
 use fulgurite::prelude::*;
 use fulgurite_models::{
-    CausalLm, GgufAdapter, GgufOptions, MappedSource, ModelConfig, SequenceClassification,
+    CausalLm, GgufAdapter, GgufOptions, MappedSource, ModelConfig, PeftAdapter,
+    SequenceClassification,
 };
 use fulgurite_test_support::training::strategy;
 
@@ -258,4 +259,134 @@ fn parts_of_layers_have_their_rows() {
         one("model.layers.1.self_attn.o_proj.weight"),
         "model.layers.1.self_attn.o_proj.weight"
     );
+}
+
+/// The tensors of an adapter's directory.
+fn of_adapter(directory: &Path) -> std::collections::BTreeMap<String, Tensor> {
+    let file = directory.join("adapter_model.safetensors");
+    candle_core::safetensors::load(file, &Device::Cpu).unwrap().into_iter().collect()
+}
+
+fn json(directory: &Path) -> serde_json::Value {
+    let text = std::fs::read_to_string(directory.join("adapter_config.json")).unwrap();
+    serde_json::from_str(&text).unwrap()
+}
+
+/// Loads PEFT's adapter, saves it under this crate's names in `own`, and writes it for PEFT.
+fn written_again<M: LightningModule<Config = ModelConfig>>(
+    name: &str,
+    adapter: &str,
+    own: &Path,
+    change: impl Fn(&Fabric),
+) -> Result<tempfile::TempDir> {
+    let directory = fixture(adapter);
+    let (fabric, _) = load::<M>(name, None, adapters(&directory), Some(&directory))?;
+    change(&fabric);
+    fabric.checkpoints().save_adapter(own)?;
+    let written = tempfile::tempdir().unwrap();
+    PeftAdapter::open(own, Some(&fixture(name)))?.write(written.path())?;
+    Ok(written)
+}
+
+/// What PEFT wrote is written again to the bit, under PEFT's names.
+#[test]
+fn adapters_are_written_as_peft_writes_them() {
+    let case = |name: &str, adapter: &str, written: tempfile::TempDir| {
+        let (theirs, ours) = (of_adapter(&fixture(adapter)), of_adapter(written.path()));
+        let names = |all: &std::collections::BTreeMap<String, Tensor>| {
+            all.keys().cloned().collect::<Vec<_>>()
+        };
+        assert_eq!(names(&ours), names(&theirs), "{adapter}");
+        for (name, tensor) in &theirs {
+            let values = |x: &Tensor| x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            assert_eq!(ours[name].dims(), tensor.dims(), "{name}");
+            assert_eq!(values(&ours[name]), values(tensor), "{name}");
+        }
+        let (theirs, ours) = (json(&fixture(adapter)), json(written.path()));
+        for key in ["r", "use_dora", "fan_in_fan_out", "bias"] {
+            assert_eq!(ours[key], theirs[key], "{adapter}: {key}");
+        }
+        assert_eq!(ours["lora_alpha"].as_f64(), theirs["lora_alpha"].as_f64());
+        assert!(ours["rank_pattern"].is_null(), "{name}: no layer needs another rank");
+    };
+    let own = tempfile::tempdir().unwrap();
+    for (name, adapter) in [
+        ("gpt2", "gpt2_peft"),
+        ("phi3", "phi3_peft"),
+        ("gpt_neox", "gpt_neox_peft"),
+        ("gpt_neox", "gpt_neox_dora_peft"),
+        ("llama", "llama_adapter"),
+    ] {
+        case(name, adapter, written_again::<CausalLm>(name, adapter, own.path(), |_| ()).unwrap());
+    }
+    for name in ["bert_classes", "roberta_classes", "modernbert_classes"] {
+        let adapter = format!("{name}_peft");
+        let written =
+            written_again::<SequenceClassification>(name, &adapter, own.path(), |_| ()).unwrap();
+        case(name, &adapter, written);
+    }
+}
+
+/// Parts of a fused layer that were trained apart have blocks of their own.
+#[test]
+fn parts_trained_apart_are_written_in_blocks() {
+    for name in DECODERS {
+        let own = tempfile::tempdir().unwrap();
+        // As training does, which changes each first matrix otherwise.
+        let change = |fabric: &Fabric| {
+            for (i, parameter) in fabric.module_tree().unwrap().parameters().iter().enumerate() {
+                if parameter.fqn().ends_with(".lora_A.weight") {
+                    let values = parameter.local().unwrap().values;
+                    let other = (&values * (1.0 + 0.01 * i as f64)).unwrap();
+                    values.slice_set(&other, 0, 0).unwrap();
+                }
+            }
+            fabric.checkpoints().finish_load().unwrap();
+        };
+        let adapter = format!("{name}_peft");
+        let written = written_again::<CausalLm>(name, &adapter, own.path(), change).unwrap();
+        let (keys, parts) = (json(written.path()), if name == "phi3" { 2 } else { 3 });
+        let ranks = keys["rank_pattern"].as_object().unwrap();
+        let rank = keys["r"].as_u64().unwrap();
+        assert!(ranks.values().any(|of| of.as_u64() == Some(parts * rank)), "{keys}");
+        assert_eq!(ranks.len(), keys["alpha_pattern"].as_object().unwrap().len());
+
+        // Merged, both compute the same.
+        let inputs = ids(&tensors(name, "expected.safetensors")["input_ids"]);
+        let base = checkpoint::open(fixture(name)).unwrap();
+        let merged = MergedModel::new(&base, written.path()).unwrap();
+        let layout = config(name).describe().unwrap().weights;
+        let (fabric, module) = load::<CausalLm>(name, None, None, None).unwrap();
+        let source = MappedSource::new(&merged, &layout).unwrap();
+        checkpoint::load_into(&source, fabric.module_tree().unwrap(), false).unwrap();
+        fabric.checkpoints().finish_load().unwrap();
+        let (_fabric, own) =
+            load::<CausalLm>(name, None, adapters(own.path()), Some(own.path())).unwrap();
+        let expected = own.model().forward(&inputs).unwrap();
+        assert_same(name, &module.model().forward(&inputs).unwrap(), &expected);
+        // Ranks of a layer that differ from the others' cannot be trained further.
+        let source = AdapterSource::open(written.path()).unwrap();
+        assert!(source.adapters().unwrap_err().to_string().contains("`alpha_pattern`"));
+    }
+}
+
+/// PEFT has one magnitude for each output of a fused layer.
+#[test]
+fn parts_without_their_neighbours_are_refused() {
+    let own = tempfile::tempdir().unwrap();
+    let dora = Adapters { dora: true, ..Adapters::new(["q_proj"]) };
+    let (fabric, _) = load::<CausalLm>("gpt_neox", None, Some(dora), None).unwrap();
+    fabric.checkpoints().save_adapter(own.path()).unwrap();
+    let write = |base: Option<&Path>| {
+        PeftAdapter::open(own.path(), base)?.write(&own.path().join("written"))
+    };
+    let error = write(Some(&fixture("gpt_neox"))).unwrap_err().to_string();
+    assert!(error.contains("query_key_value.lora_magnitude_vector"), "{error}");
+    let error = write(None).unwrap_err().to_string();
+    assert!(error.contains("--base DIR"), "{error}");
+    let plain = Adapters::new(["q_proj"]);
+    let (fabric, _) = load::<CausalLm>("gpt_neox", None, Some(plain), None).unwrap();
+    fabric.checkpoints().save_adapter(own.path()).unwrap();
+    let written = write(Some(&fixture("gpt_neox"))).unwrap();
+    assert!(written.layers > 0 && written.layers == written.fused, "{written:?}");
 }

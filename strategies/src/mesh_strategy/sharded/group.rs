@@ -413,6 +413,7 @@ impl ParamGroup {
         &self,
         grads: Vec<(ParameterSlot, Tensor)>,
     ) -> Result<Vec<(ParameterSlot, HostCopy)>> {
+        let _kind = memory::of_kind(MemoryKind::Gradients);
         let begin = |(slot, grad): (ParameterSlot, Tensor)| {
             let copy = match self.on_host {
                 true => transfer::begin_to_host(&grad, "gradients")?,

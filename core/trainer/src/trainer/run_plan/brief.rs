@@ -6,7 +6,7 @@ use std::time::Instant;
 use crate::{Error, Result};
 use fulgurite_engine::data::{DataContext, DataModule};
 use fulgurite_engine::execution;
-use fulgurite_engine::memory::{self, MemoryKind};
+use fulgurite_engine::memory::{self, MemoryKind, Place};
 
 /// In force in a dry run at the start of a run: data is [previewed](DataModule::preview), because
 /// the run itself reads it again.
@@ -45,6 +45,7 @@ pub(crate) fn check_time() -> Result<()> {
 /// # Errors
 /// As [`DataModule::setup`].
 pub(crate) fn open_data<D: DataModule>(config: &D::Config, context: &DataContext) -> Result<D> {
+    let _place = memory::at(Place::Host);
     let _kind = memory::of_kind(MemoryKind::Data);
     let Some(brief) = execution::value::<Brief>() else { return D::setup(config, context) };
     let before = memory::held();

@@ -23,7 +23,7 @@ pub(crate) struct Planned {
 impl Planned {
     pub(crate) fn of(plan: &RunPlan) -> Self {
         let RunPlan { held_before, peak_bytes, traffic_bytes_per_step, step_s, .. } = *plan;
-        Self { held_before, peak_bytes, traffic_bytes_per_step, step_s }
+        Self { held_before, peak_bytes, traffic_bytes_per_step, step_s: Some(step_s) }
     }
 }
 

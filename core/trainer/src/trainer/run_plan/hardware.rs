@@ -51,6 +51,9 @@ pub struct Hardware {
     /// Memory of a device, in bytes.
     #[serde(default)]
     pub memory_bytes: Option<u64>,
+    /// A host's own memory. Left out for devices that compute in it, such as its cores.
+    #[serde(default)]
+    pub host: Option<Host>,
     /// The connection of ranks of one host.
     pub within_hosts: Link,
     /// The connection of ranks of several hosts.
@@ -94,6 +97,19 @@ pub struct Link {
     pub bytes_per_s: f64,
 }
 
+/// The memory of a host beside its devices', where `cpu_offload` and offloaded activations are.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Host {
+    /// Bytes of it, which the host's devices share.
+    #[serde(default)]
+    pub memory_bytes: Option<u64>,
+    /// Bytes a second that the host's cores read and write in passes over it, all together.
+    pub memory_bytes_per_s: f64,
+    /// The connection of one device to it.
+    pub link: Link,
+}
+
 fn one() -> usize {
     1
 }
@@ -119,6 +135,8 @@ impl Hardware {
             ("between_hosts.bytes_per_s", hardware.between_hosts.bytes_per_s),
             ("storage_bytes_per_s", hardware.storage_bytes_per_s.unwrap_or(1.0)),
             ("devices_per_host", hardware.devices_per_host as f64),
+            ("host.memory_bytes_per_s", hardware.host.map_or(1.0, |host| host.memory_bytes_per_s)),
+            ("host.link.bytes_per_s", hardware.host.map_or(1.0, |host| host.link.bytes_per_s)),
         ];
         if let Some((key, value)) = speeds.iter().find(|(_, v)| !(v.is_finite() && *v > 0.0)) {
             return Err(wrong(&format!("`{key}` must be above 0, found {value}")));
@@ -128,6 +146,7 @@ impl Hardware {
             ("half_speed_multiplications", hardware.half_speed_multiplications),
             ("within_hosts.latency_s", hardware.within_hosts.latency_s),
             ("between_hosts.latency_s", hardware.between_hosts.latency_s),
+            ("host.link.latency_s", hardware.host.map_or(0.0, |host| host.link.latency_s)),
             ("price_per_device_hour", hardware.price_per_device_hour.unwrap_or(0.0)),
             ("failures_per_device_hour", hardware.failures_per_device_hour.unwrap_or(0.0)),
             ("restart_s", hardware.restart_s.unwrap_or(0.0)),

@@ -21,7 +21,7 @@ pub(crate) use brief::{check_time, open_data};
 pub use comparison::PlanComparison;
 pub(crate) use comparison::Planned;
 pub use failures::Goodput;
-pub use hardware::{Flops, Hardware, Link};
+pub use hardware::{Flops, Hardware, Host, Link};
 pub use outlook::Outlook;
 pub use plan::{MemoryPart, PlannedCollective, RankPlan, RunPlan};
 pub use rank_run::PlannedGroup;

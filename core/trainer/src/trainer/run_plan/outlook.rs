@@ -20,15 +20,21 @@ pub struct Outlook {
     pub compute_s: f64,
     /// Of these, seconds of waiting for collectives and other stages.
     pub wait_s: f64,
+    /// Of these, seconds of waiting for copies between device and host.
+    pub copy_wait_s: f64,
     /// Seconds of the step's collectives, hidden or not.
     pub communication_s: f64,
     /// Tokens a second, or other items that the loss counts.
     pub items_per_s: f64,
-    /// The part of the hardware's operations that the model's own need: 6 for each parameter and
-    /// item, without recomputation and attention.
+    /// The part of the hardware's operations that the model's own need, without recomputation and
+    /// attention: 6 for each parameter and item, 4 if it is not trained. Of experts, those of a row
+    /// count.
     pub mfu: f64,
     /// Whether the rank that holds most fits into its device; `None` if either is unknown.
     pub fits: Option<bool>,
+    /// Whether what the ranks of a host hold in its own memory fits there; `None` if either is
+    /// unknown, and for devices that compute in the host's memory.
+    pub fits_host: Option<bool>,
     /// Bytes of a checkpoint with the optimizer's state.
     pub checkpoint_bytes: u64,
     /// Seconds to write it.
@@ -50,10 +56,12 @@ pub struct Outlook {
 pub(super) struct Facts {
     pub(super) world_size: usize,
     pub(super) ranks_per_host: usize,
-    pub(super) parameters: u64,
+    /// Floating-point operations that the model needs for an item.
+    pub(super) flops_per_item: f64,
     /// Items that the losses of a step count, over all ranks.
     pub(super) items: f64,
     pub(super) peak_bytes: Option<u64>,
+    pub(super) host_bytes: Option<u64>,
     pub(super) checkpoint_bytes: u64,
     pub(super) steps: Option<u64>,
 }
@@ -65,12 +73,13 @@ pub(super) fn outlook(
 ) -> Outlook {
     let times = step_times(recorded, class_of, hardware, facts.ranks_per_host).into_iter();
     let slowest = times.max_by(|a, b| a.step_s.total_cmp(&b.step_s)).unwrap_or_default();
-    let StepTime { step_s, compute_s, wait_s, communication_s, .. } = slowest;
+    let StepTime { step_s, compute_s, wait_s, copy_wait_s, communication_s, .. } = slowest;
     let sharing = (facts.ranks_per_host as f64 / hardware.devices_per_host as f64).max(1.0);
     let devices = facts.world_size as f64 / sharing;
     let peak = hardware.flops.bf16.unwrap_or(hardware.flops.f32).max(hardware.flops.f32);
-    let model_flops = 6.0 * facts.parameters as f64 * facts.items;
+    let model_flops = facts.flops_per_item * facts.items;
     let on_device = facts.peak_bytes.map(|bytes| bytes as f64 * sharing);
+    let on_host = facts.host_bytes.map(|bytes| bytes * facts.ranks_per_host as u64);
     let checkpoint_s =
         hardware.storage_bytes_per_s.map(|speed| facts.checkpoint_bytes as f64 / speed);
     let failures_per_s = hardware.failures_per_device_hour.map(|rate| rate * devices / 3600.0);
@@ -97,10 +106,14 @@ pub(super) fn outlook(
         step_s,
         compute_s,
         wait_s,
+        copy_wait_s,
         communication_s,
         items_per_s: facts.items / step_s,
         mfu: model_flops / (step_s * devices * peak),
         fits: on_device.zip(hardware.memory_bytes).map(|(needs, has)| needs <= has as f64),
+        fits_host: on_host
+            .zip(hardware.host.and_then(|host| host.memory_bytes))
+            .map(|(needs, has)| needs <= has),
         checkpoint_bytes: facts.checkpoint_bytes,
         checkpoint_s,
         best_checkpoint_interval_s: best,
@@ -117,6 +130,7 @@ pub(super) fn outlook(
 mod tests {
     use super::*;
     use fulgurite_engine::execution::dry_run::Happening;
+    use fulgurite_engine::memory::Place;
 
     const TABLE: &str = r#"
         name = "round numbers"
@@ -133,7 +147,7 @@ mod tests {
 
     /// Four ranks on two hosts, a step of two seconds.
     fn outlook_of(facts: &Facts) -> Outlook {
-        let happenings = vec![Happening::Pass { bytes: 2_000_000_000 }];
+        let happenings = vec![Happening::Pass { bytes: 2_000_000_000, place: Place::Device }];
         let recorded = [Recorded { happenings, groups: Vec::new() }];
         outlook(facts, (&recorded, &[0; 4]), &Hardware::parse(TABLE, "test").unwrap())
     }
@@ -142,9 +156,10 @@ mod tests {
         Facts {
             world_size: 4,
             ranks_per_host: 2,
-            parameters: 1_000_000,
+            flops_per_item: 6e6,
             items: 100.0,
             peak_bytes: Some(1000),
+            host_bytes: Some(600),
             checkpoint_bytes: 200,
             steps: Some(900),
         }
@@ -170,6 +185,7 @@ mod tests {
     fn ranks_that_share_a_device_share_its_memory() {
         let out = outlook_of(&Facts { ranks_per_host: 4, ..facts() });
         assert_eq!((out.step_s, out.fits), (4.0, Some(false)));
+        assert_eq!(out.fits_host, None, "the device computes in the host's memory");
         let unknown = outlook_of(&Facts { peak_bytes: None, steps: None, ..facts() });
         assert_eq!((unknown.fits, unknown.run_days), (None, None));
     }

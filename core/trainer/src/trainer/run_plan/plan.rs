@@ -42,40 +42,28 @@ pub struct RunPlan {
     pub trained_parameters: u64,
     /// Micro-batches of a step on a rank.
     pub micro_batches: u64,
+    /// Items that the losses of a step count, over all ranks: tokens, or samples.
+    pub items: f64,
     /// Bytes of tensors and buffers on the rank that holds most, at the instant of a step at which
     /// it does. `None` if the program's allocator does not count
     /// ([`memory`](fulgurite_engine::memory)).
     pub peak_bytes: Option<u64>,
+    /// The most bytes that a rank holds in the memory of its host, if the hardware's devices have
+    /// memory of their own. Then they are not part of `peak_bytes`.
+    pub host_bytes: Option<u64>,
     /// Bytes of the full tensors of all collectives of a step, over all ranks. The step is neither
     /// the first, nor logged, validated or saved.
     pub traffic_bytes_per_step: u64,
     /// Calls of these collectives, over all ranks.
     pub calls_per_step: u64,
-    /// Seconds of a step on the slowest rank, once the hardware is known ([`on`](Self::on)).
-    pub step_s: Option<f64>,
+    /// Seconds of a step on the slowest rank.
+    pub step_s: f64,
     /// The collectives of a step.
     pub collectives: Vec<PlannedCollective>,
     /// The ranks, by what they hold.
     pub ranks: Vec<RankPlan>,
-    /// Times, once the hardware is known ([`on`](Self::on)).
-    pub outlook: Option<Outlook>,
-    #[serde(skip)]
-    facts_of_step: StepFacts,
-    /// What happened in the step of a rank of each class.
-    #[serde(skip)]
-    recorded: Vec<Recorded>,
-    /// The class of each rank.
-    #[serde(skip)]
-    class_of: Vec<usize>,
-}
-
-/// What times depend on besides the record.
-#[derive(Debug, Clone, PartialEq)]
-struct StepFacts {
-    items: f64,
-    checkpoint_bytes: u64,
-    ranks_per_host: usize,
-    steps: Option<u64>,
+    /// Times on the hardware.
+    pub outlook: Outlook,
 }
 
 /// The calls of one collective on the groups of one name.
@@ -108,6 +96,8 @@ pub struct RankPlan {
     pub peak_in: String,
     /// Bytes at this instant, by [kind](MemoryKind::name).
     pub peak_by_kind: BTreeMap<&'static str, u64>,
+    /// The most bytes in the memory of its host ([`RunPlan::host_bytes`]), by kind.
+    pub host_by_kind: BTreeMap<&'static str, u64>,
     /// The parts of the steps in order.
     pub timeline: Vec<MemoryPart>,
 }
@@ -124,7 +114,7 @@ pub struct MemoryPart {
 }
 
 impl RunPlan {
-    /// Plans a run on `world_size` ranks. Starts no rank, and leaves no file.
+    /// Plans a run on `world_size` ranks of this hardware. Starts no rank, and leaves no file.
     ///
     /// Opens the run's data, and calls the module's `configure_model` and `training_step`, as rank
     /// of each class. Code of a module's own that computes with candle's operations computes in
@@ -137,12 +127,14 @@ impl RunPlan {
         run: &RunConfigOf<M>,
         world_size: usize,
         parallelize: &MakeParallelize<'_>,
+        hardware: &Hardware,
     ) -> Result<Self> {
-        let plan = Self::within::<M>(run, world_size, parallelize, None)?;
+        let plan = Self::within::<M>(run, world_size, parallelize, hardware, None)?;
         plan.ok_or_else(|| Error::other("a plan without a limit was given up"))
     }
 
     /// Like [`of`](Self::of), for the start of a run: `None` if it takes more than a few seconds.
+    /// All memory counts as the device's, because a run counts its process's.
     ///
     /// # Errors
     /// As [`of`](Self::of).
@@ -150,40 +142,25 @@ impl RunPlan {
         run: &RunConfigOf<M>,
         world_size: usize,
         parallelize: &MakeParallelize<'_>,
+        hardware: &Hardware,
     ) -> Result<Option<Self>> {
-        Self::within::<M>(run, world_size, parallelize, Some(BRIEF))
-    }
-
-    /// Adds the times on this hardware.
-    #[must_use]
-    pub fn on(mut self, hardware: &Hardware) -> Self {
-        let StepFacts { items, checkpoint_bytes, ranks_per_host, steps } = self.facts_of_step;
-        let facts = Facts {
-            world_size: self.world_size,
-            ranks_per_host,
-            parameters: self.parameters,
-            items,
-            peak_bytes: self.peak_bytes,
-            checkpoint_bytes,
-            steps,
-        };
-        let outlook = outlook(&facts, (&self.recorded, &self.class_of), hardware);
-        self.step_s = Some(outlook.step_s);
-        self.outlook = Some(outlook);
-        self
+        let hardware = Hardware { host: None, ..hardware.clone() };
+        Self::within::<M>(run, world_size, parallelize, &hardware, Some(BRIEF))
     }
 
     fn within<M: LightningModule>(
         run: &RunConfigOf<M>,
         world_size: usize,
         parallelize: &MakeParallelize<'_>,
+        hardware: &Hardware,
         limit: Option<Duration>,
     ) -> Result<Option<Self>> {
         let parallelize: Option<Arc<dyn ParallelizeFn>> = parallelize().map(Arc::from);
         let held_before = memory::held();
         let end = limit.map(|limit| Instant::now() + limit);
         let borders = DryBorders::default();
-        let dry = |rank| run_rank::<M>(run, parallelize.clone(), (rank, world_size), &borders, end);
+        let on = (hardware.host.is_some(), end);
+        let dry = |rank| run_rank::<M>(run, parallelize.clone(), (rank, world_size), &borders, on);
         let mut rounds = 0;
         let (classes, class_of, runs) = loop {
             let Some(first) = dry(0)? else { return Ok(None) };
@@ -218,6 +195,24 @@ impl RunPlan {
         let of_rank = runs.iter().map(|run| run.model.items).fold(0.0, f64::max);
         let items = of_rank * loss_ranks as f64;
         let ranks: Vec<_> = classes.iter().zip(&runs).map(|of| rank_plan(of.0, of.1)).collect();
+        let peak_bytes = ranks.iter().map(|rank| rank.peak_bytes).max().flatten();
+        let of_host = |rank: &RankPlan| rank.host_by_kind.values().sum();
+        let host_bytes = hardware.host.and(peak_bytes).and(ranks.iter().map(of_host).max());
+        let facts = Facts {
+            world_size,
+            ranks_per_host,
+            flops_per_item: model.flops_per_item,
+            items,
+            peak_bytes,
+            host_bytes,
+            checkpoint_bytes: model.checkpoint_bytes,
+            steps: run.trainer.max_steps,
+        };
+        let recorded: Vec<_> = runs
+            .into_iter()
+            .map(|RankRun { happenings, groups, .. }| Recorded { happenings, groups })
+            .collect();
+        let outlook = outlook(&facts, (&recorded, &class_of), hardware);
         Ok(Some(Self {
             held_before,
             world_size,
@@ -225,24 +220,15 @@ impl RunPlan {
             parameters: model.parameters,
             trained_parameters: model.trained_parameters,
             micro_batches: model.micro_batches,
-            peak_bytes: ranks.iter().map(|rank| rank.peak_bytes).max().flatten(),
+            items,
+            peak_bytes,
+            host_bytes,
             traffic_bytes_per_step: collectives.iter().map(|collective| collective.bytes).sum(),
             calls_per_step: collectives.iter().map(|collective| collective.calls).sum(),
             collectives,
             ranks,
-            step_s: None,
-            outlook: None,
-            facts_of_step: StepFacts {
-                items,
-                checkpoint_bytes: model.checkpoint_bytes,
-                ranks_per_host,
-                steps: run.trainer.max_steps,
-            },
-            recorded: runs
-                .into_iter()
-                .map(|RankRun { happenings, groups, .. }| Recorded { happenings, groups })
-                .collect(),
-            class_of,
+            step_s: outlook.step_s,
+            outlook,
         }))
     }
 }
@@ -285,6 +271,7 @@ fn rank_plan(class: &RankClass, run: &RankRun) -> RankPlan {
     // The set-up is not part of a step.
     let points = run.memory.as_ref().map_or(&[][..], steps_of);
     let largest = points.iter().max_by_key(|point| point.most.held());
+    let on_host = points.iter().max_by_key(|point| point.most_on_host.held());
     let parts = points.iter().map(|point| MemoryPart {
         part: point.label.clone(),
         most: by_kind(&point.most),
@@ -296,6 +283,7 @@ fn rank_plan(class: &RankClass, run: &RankRun) -> RankPlan {
         peak_bytes: largest.map(|point| point.most.held() + run.unread_bytes),
         peak_in: largest.map(|point| point.label.clone()).unwrap_or_default(),
         peak_by_kind: largest.map(|point| by_kind(&point.most)).unwrap_or_default(),
+        host_by_kind: on_host.map(|point| by_kind(&point.most_on_host)).unwrap_or_default(),
         timeline: parts.collect(),
     }
 }

@@ -1,6 +1,6 @@
 //! The dry run of one rank: its memory, its collectives, its work.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -68,6 +68,9 @@ pub(super) struct RankRun {
 pub(super) struct Model {
     pub(super) parameters: u64,
     pub(super) trained_parameters: u64,
+    /// Floating-point operations that the model needs for an item, without attention: 4 for each
+    /// parameter that it passes through, and 2 more for a trained one.
+    pub(super) flops_per_item: f64,
     /// The cuts of parameters, each different one once.
     pub(super) specs: Vec<ShardSpec>,
     pub(super) mesh: Option<DeviceMesh>,
@@ -123,6 +126,8 @@ fn dry<M: LightningModule>(run: &RunConfigOf<M>) -> Result<RunConfigOf<M>> {
 /// Runs `rank` of `world_size` ranks dry. `None` if it is not done at `end`. Ranks of a pipeline
 /// tell each other in `borders` what their stages give.
 ///
+/// With `has_host` its device has memory of its own.
+///
 /// The rank has threads of its own, so that the buffers that threads keep for products are among
 /// its memory.
 ///
@@ -136,12 +141,12 @@ pub(super) fn run_rank<M: LightningModule>(
     parallelize: Option<Arc<dyn ParallelizeFn>>,
     at: (usize, usize),
     borders: &DryBorders,
-    end: Option<Instant>,
+    (has_host, end): (bool, Option<Instant>),
 ) -> Result<Option<RankRun>> {
     let context = ExecutionContext::current();
     let log = dispatcher::get_default(Clone::clone);
     on_own_threads(format!("dry rank {}", at.0), || {
-        let dry = || context.run(|| run_here::<M>(run, parallelize, at, borders, end));
+        let dry = || context.run(|| run_here::<M>(run, parallelize, at, borders, (has_host, end)));
         dispatcher::with_default(&log, dry)
     })
     .map_err(Error::other)?
@@ -152,11 +157,12 @@ fn run_here<M: LightningModule>(
     parallelize: Option<Arc<dyn ParallelizeFn>>,
     (rank, world_size): (usize, usize),
     borders: &DryBorders,
-    end: Option<Instant>,
+    (has_host, end): (bool, Option<Instant>),
 ) -> Result<Option<RankRun>> {
     let run = dry::<M>(run)?;
     let seen = Arc::new(Mutex::new(Seen::default()));
-    let log = Log::default();
+    let run_dry = if has_host { DryRun::with_host() } else { DryRun::default() };
+    let log = Log { run: run_dry, groups: Arc::default() };
     let world: Arc<dyn ProcessGroup> = match world_size {
         1 => Arc::new(Solo::new("world", 0)),
         _ => log.watch(Arc::new(DryRunGroup::world(rank, world_size))),
@@ -174,7 +180,7 @@ fn run_here<M: LightningModule>(
     let brief = end.map(|end| execution::enter(Brief::until(end)));
     let of_data = execution::value::<Brief>();
     let borders = execution::enter(borders.clone());
-    let trace = Trace::start_reserving();
+    let trace = Trace::start_reserving(has_host);
     let dry = log.run.enter();
     let result = trainer.fit::<M>(&run);
     drop((dry, borders, brief, quiet));
@@ -248,7 +254,17 @@ impl Hooks for Watch {
         let fabric = ctx.fabric();
         let tree = fabric.module_tree()?;
         let mut model = Model { mesh: Some(fabric.device_mesh().clone()), ..Model::default() };
+        let experts = tree.experts().iter();
+        let shares: HashMap<String, f64> = experts
+            .flat_map(|experts| {
+                let share = experts.per_row() as f64 / experts.count() as f64;
+                experts.parameters().into_iter().map(move |of| (of.fqn().to_owned(), share))
+            })
+            .collect();
         for parameter in tree.parameters() {
+            let share = shares.get(parameter.fqn()).copied().unwrap_or(1.0);
+            let operations = if parameter.requires_grad() { 6.0 } else { 4.0 };
+            model.flops_per_item += share * operations * parameter.elem_count() as f64;
             model.parameters += parameter.elem_count() as u64;
             let bytes = parameter.elem_count() * parameter.dtype().size_in_bytes();
             model.checkpoint_bytes += bytes as u64;
@@ -301,11 +317,10 @@ impl Hooks for Watch {
 }
 
 /// The record of a dry run, and the groups that it names.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 struct Log {
     run: DryRun,
     groups: Arc<Mutex<Vec<PlannedGroup>>>,
-    started: Arc<Mutex<u64>>,
 }
 
 impl Log {
@@ -331,13 +346,11 @@ impl Log {
             groups.push(PlannedGroup { name: name.to_owned(), global_ranks: ranks.to_vec() });
             groups.len() - 1
         });
-        let mut started = self.started.lock().unwrap_or_else(PoisonError::into_inner);
-        *started += 1;
         let label = Label::current().filter(|_| matches!(op, "send" | "recv"));
         let message = label.map_or_else(String::new, |label| label.0.clone());
-        let (id, bytes) = (*started, bytes as u64);
+        let (id, bytes) = (self.run.number(), bytes as u64);
         self.run.record(Happening::Start { id, group: index, op, bytes, message });
-        *started
+        id
     }
 
     /// Records the wait for `work`.

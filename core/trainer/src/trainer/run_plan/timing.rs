@@ -5,6 +5,7 @@ use std::collections::{BTreeSet, HashMap, VecDeque};
 use super::hardware::{Hardware, Link};
 use super::rank_run::PlannedGroup;
 use fulgurite_engine::execution::dry_run::Happening;
+use fulgurite_engine::memory::Place;
 
 /// The time of a rank's step.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -15,6 +16,8 @@ pub(super) struct StepTime {
     pub(super) compute_s: f64,
     /// Seconds in which the rank waits for collectives.
     pub(super) wait_s: f64,
+    /// Seconds in which it waits for copies between its host and its device.
+    pub(super) copy_wait_s: f64,
     /// Seconds of all collectives, hidden or not.
     pub(super) communication_s: f64,
     /// Floating-point operations of products.
@@ -33,7 +36,7 @@ pub(super) struct Recorded {
 /// the class of each rank. `ranks_per_host` ranks share a host.
 ///
 /// On each rank one stream computes, and waits where the engine waited. Collectives run beside it,
-/// one after the other in each group. A collective begins with the last of its classes, and a
+/// one after the other in each group, and so do copies in each direction between host and device. A collective begins with the last of its classes, and a
 /// message when it is sent.
 pub(super) fn step_times(
     recorded: &[Recorded],
@@ -111,6 +114,8 @@ impl Meetings {
 #[derive(Debug)]
 enum Ending<'a> {
     At(f64),
+    /// Of a copy between host and device.
+    CopiedAt(f64),
     /// With the collective of this index of an order.
     Met(Order<'a>, usize),
 }
@@ -125,6 +130,8 @@ struct Rank<'a> {
     now: f64,
     /// By group, when the last collective that meets no other class ends.
     free: Vec<f64>,
+    /// When the last copy to the device, and the last to the host, ends.
+    copied: [f64; 2],
     /// By the collective's number.
     endings: HashMap<u64, Ending<'a>>,
     /// How many collectives of an order it has come to.
@@ -147,6 +154,7 @@ impl<'a> Rank<'a> {
             place: 0,
             now: 0.0,
             free: vec![0.0; of.groups.len()],
+            copied: [0.0; 2],
             endings: HashMap::new(),
             come: HashMap::new(),
             time: StepTime::default(),
@@ -172,8 +180,9 @@ impl<'a> Rank<'a> {
         self.time.compute_s += secs;
     }
 
-    fn wait(&mut self, until: f64) {
-        self.time.wait_s += (until - self.now).max(0.0);
+    fn wait(&mut self, until: f64, is_copy: bool) {
+        let secs = (until - self.now).max(0.0);
+        *(if is_copy { &mut self.time.copy_wait_s } else { &mut self.time.wait_s }) += secs;
         self.now = self.now.max(until);
     }
 }
@@ -214,9 +223,21 @@ impl<'a> Replay<'a> {
                 let speed = hardware.flops(*dtype) * reached.max(1e-9);
                 rank.compute(hardware.launch_s + *sharing * flops / speed);
             }
-            Happening::Pass { bytes } => {
-                let secs = *sharing * *bytes as f64 / hardware.memory_bytes_per_s;
-                rank.compute(hardware.launch_s + secs);
+            Happening::Pass { bytes, place } => {
+                // The ranks of a host share its memory.
+                let of_host = hardware.host.filter(|_| *place == Place::Host).map(|host| {
+                    self.ranks_per_host as f64 * *bytes as f64 / host.memory_bytes_per_s
+                });
+                let of_device = *sharing * *bytes as f64 / hardware.memory_bytes_per_s;
+                rank.compute(hardware.launch_s + of_host.unwrap_or(of_device));
+            }
+            Happening::Copy { id, bytes, to } => {
+                if let Some(host) = hardware.host {
+                    let secs = *sharing * *bytes as f64 / host.link.bytes_per_s;
+                    let free = &mut rank.copied[usize::from(*to == Place::Host)];
+                    *free = free.max(rank.now) + host.link.latency_s + secs;
+                    rank.endings.insert(*id, Ending::CopiedAt(*free));
+                }
             }
             Happening::Start { id, group, op, bytes, message } => {
                 let of = &rank.of.groups[*group];
@@ -250,8 +271,9 @@ impl<'a> Replay<'a> {
             Happening::Wait { id } => {
                 if let Some(ending) = rank.endings.get(id) {
                     let Some(until) = ended(meetings, ending) else { return false };
+                    let is_copy = matches!(ending, Ending::CopiedAt(_));
                     rank.endings.remove(id);
-                    rank.wait(until);
+                    rank.wait(until, is_copy);
                 }
             }
             Happening::Mark(_) => {}
@@ -287,7 +309,7 @@ impl<'a> Replay<'a> {
 /// When a collective has ended, if it has.
 fn ended<'a>(meetings: &HashMap<Order<'a>, Meetings>, ending: &Ending<'a>) -> Option<f64> {
     match ending {
-        Ending::At(end) => Some(*end),
+        Ending::At(end) | Ending::CopiedAt(end) => Some(*end),
         Ending::Met(order, index) => meetings.get(order)?.ends.get(*index).copied(),
     }
 }
@@ -318,6 +340,7 @@ fn collective_s(op: &str, bytes: u64, n: usize, link: Link) -> f64 {
 mod tests {
     use candle_core::DType;
 
+    use super::super::hardware::Host;
     use super::*;
 
     fn hardware() -> Hardware {
@@ -347,7 +370,7 @@ mod tests {
     }
 
     fn pass(secs: usize) -> Happening {
-        Happening::Pass { bytes: secs * 1_000_000_000 }
+        Happening::Pass { bytes: secs * 1_000_000_000, place: Place::Device }
     }
 
     fn of(happenings: Vec<Happening>) -> Recorded {
@@ -403,14 +426,45 @@ mod tests {
 
     #[test]
     fn waits_count_what_computing_does_not_hide() {
-        let pass = Happening::Pass { bytes: 1_000_000_000 };
         // A gather of 3 GB between two ranks takes 1.5 s, beside a pass of 1 s.
-        let step = [start(1, 3_000_000_000), pass, Happening::Wait { id: 1 }];
+        let step = [start(1, 3_000_000_000), pass(1), Happening::Wait { id: 1 }];
         let time = time_of(&step, 2);
         assert_eq!((time.step_s, time.wait_s), (2.0, 0.0), "two ranks share the host");
         let time = time_of(&step, 1);
         let slow = 15.0 + 1e-3;
         assert!((time.step_s - slow).abs() < 1e-9 && (time.wait_s - slow + 1.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn copies_run_beside_passes() {
+        let hardware = Hardware {
+            host: Some(Host {
+                memory_bytes: None,
+                memory_bytes_per_s: 5e8,
+                link: Link { latency_s: 0.0, bytes_per_s: 1e9 },
+            }),
+            ..hardware()
+        };
+        let copy = |id, to| Happening::Copy { id, bytes: 2_000_000_000, to };
+        // Two copies of 2 s each to the host, one after the other, and one to the device.
+        let happenings = vec![
+            copy(1, Place::Host),
+            copy(2, Place::Host),
+            copy(3, Place::Device),
+            pass(1),
+            Happening::Wait { id: 3 },
+            Happening::Wait { id: 1 },
+            Happening::Wait { id: 2 },
+            // A pass of the host, whose memory two ranks share: 4 s.
+            Happening::Pass { bytes: 1_000_000_000, place: Place::Host },
+        ];
+        let recorded = Recorded { happenings, groups: Vec::new() };
+        let time =
+            step_times(&[recorded], &[0, 0], &Hardware { devices_per_host: 2, ..hardware }, 2)[0];
+        assert_eq!(
+            (time.step_s, time.compute_s, time.copy_wait_s, time.wait_s),
+            (8.0, 5.0, 3.0, 0.0)
+        );
     }
 
     #[test]
