@@ -364,7 +364,7 @@ Commands:
   verify       Read all of a checkpoint and compare it with its checksums
   diff         Compare the tensors of two checkpoints: names, shapes, dtypes, values
   consolidate  Make a full checkpoint: whole tensors in files that `transformers` and candle load
-  convert      Make a checkpoint of another format, dtype or with other names, or a GGUF file
+  convert      Make a checkpoint of another format, dtype or with other names, a GGUF file or PEFT's adapter
   reshard      Make a distributed checkpoint of another number of shards
   help         Print this message or the help of the given subcommand(s)
 
@@ -372,7 +372,7 @@ Options:
   -h, --help  Print help
 "#);
     insta::assert_snapshot!(scratch.ok("convert -h"), @"
-    Make a checkpoint of another format, dtype or with other names, or a GGUF file
+    Make a checkpoint of another format, dtype or with other names, a GGUF file or PEFT's adapter
 
     Usage: fulgurite checkpoint convert [OPTIONS] --to <TO> <INPUT> <OUTPUT>
 
@@ -384,9 +384,9 @@ Options:
           --overwrite              Replace a checkpoint or a GGUF file that is there already
           --json                   Write the result as JSON
       -q, --quiet                  Show no progress bar
-          --to <TO>                What to make [possible values: distributed, full, hugging-face, gguf]
+          --to <TO>                What to make [possible values: distributed, full, hugging-face, gguf, peft]
           --shards <N>             Number of shards of a distributed checkpoint [default: 1]
-          --base <DIR>             The directory of an adapter's base, for its GGUF file [default: as `adapter_config.json` says]
+          --base <DIR>             The directory of an adapter's base, for GGUF and PEFT [default: as `adapter_config.json` says]
           --without-tokenizer      Write a GGUF file without a tokenizer
           --dtype <DTYPE>          Convert the model's floating-point tensors; those in MXFP4 or FP8 are unpacked [possible values: f64, f32, f16, bf16, q8_0, q4_k]
           --model-only             Leave the optimizer's state out
