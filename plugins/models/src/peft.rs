@@ -54,9 +54,15 @@ impl PeftAdapter {
         let mut config = ModelConfig::default();
         config.start_from(&base);
         let wrong = |error: Error| error.during(format_args!("reading {}", base.display()));
+        config.read_file().map_err(wrong)?;
+        let class = config.file().and_then(|(_, keys)| keys.get("architectures")?.get(0).cloned());
         let description = config.describe_for(OF_MODULES).map_err(wrong)?;
+        let names_tokens = |class: &Value| {
+            class.as_str().is_some_and(|class| class.ends_with("ForTokenClassification"))
+        };
         let module = match source.config().task_type.as_deref() {
             Some("TOKEN_CLS") => "token_classification",
+            None if class.is_some_and(|class| names_tokens(&class)) => "token_classification",
             _ => "",
         };
         Ok(Self { layout: description.weights_of(module), source })

@@ -20,6 +20,10 @@ const FAN_IN_FAN_OUT: &str = "fan_in_fan_out";
 /// The key of layers whose [`alpha`](PeftConfig::lora_alpha) differs.
 const ALPHA_PATTERN: &str = "alpha_pattern";
 
+/// PEFT's tasks whose adapters have a head that is trained whole, and its names.
+const WITH_HEADS: [&str; 2] = ["SEQ_CLS", "TOKEN_CLS"];
+const HEADS: [&str; 2] = ["classifier", "score"];
+
 /// Keys of `adapter_config.json` that do not change the output of a trained adapter.
 ///
 /// The fields of [`PeftConfig`] are not listed.
@@ -131,6 +135,13 @@ impl PeftConfig {
             (false, false) => (expression(tree, &stacks).into(), Vec::new()),
         };
         let modules_to_save = saved_modules(adapters, tree);
+        // For these tasks PEFT takes the head for trained, and asks for its values.
+        let heads = modules_to_save
+            .iter()
+            .flatten()
+            .filter(|path| HEADS.iter().any(|head| path.ends_with(head)));
+        let needs_head = labels.task_type.is_some_and(|task| WITH_HEADS.contains(&task));
+        let task_type = labels.task_type.filter(|_| !needs_head || heads.count() > 0);
         let bias = match adapters.bias {
             AdapterBias::None => "none",
             AdapterBias::All => "all",
@@ -159,7 +170,7 @@ impl PeftConfig {
             modules_to_save,
             bias: bias.to_owned(),
             base_model_name_or_path: labels.base_model.map(str::to_owned),
-            task_type: labels.task_type.map(str::to_owned),
+            task_type: task_type.map(str::to_owned),
             inference_mode: true,
             rest,
         }
