@@ -445,19 +445,27 @@ fn predictions_name_rows_and_classes() {
 #[test]
 fn adapter_of_a_classification_has_its_task() {
     let dir = folder();
-    let from = format!("model.from_pretrained={}", fixture("llama").display());
-    let adapters = "trainer.adapters={ targets = 'all-linear', modules_to_save = ['score'] }";
-    let keys = [&*from, adapters, "module.type=sequence_classification", "data.path=texts.jsonl"];
+    let row = |i: usize| format!("{}\n", json!({"text": "the film", "label": i % 5}));
+    fs::write(dir.path().join("five.jsonl"), (0..40).map(row).collect::<String>()).unwrap();
+    let keys = ["module.type=sequence_classification", "data.path=five.jsonl"];
     let more = ["data.tokenizer=tokenizer.json", "data.seq_len=12", "trainer.max_steps=1"];
-    let root = ["trainer.default_root_dir=runs"];
-    let output = fit(dir.path(), &sets(&[&keys[..], &more, &root].concat()));
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let file = dir.path().join("runs/version_0/adapter/adapter_config.json");
-    let config: Value = serde_json::from_slice(&fs::read(file).unwrap()).unwrap();
-    assert_eq!(
-        (&config["task_type"], &config["modules_to_save"]),
-        (&json!("SEQ_CLS"), &json!(["score"]))
-    );
+    // Without its head PEFT's class would miss it.
+    for (i, (base, saved, task, modules)) in [
+        ("llama", ", modules_to_save = ['score']", json!("SEQ_CLS"), json!(["score"])),
+        ("llama_classes", "", json!(null), json!(null)),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let adapters = format!("trainer.adapters={{ targets = 'all-linear'{saved} }}");
+        let from = format!("model.from_pretrained={}", fixture(base).display());
+        let root = ["trainer.default_root_dir=runs", &adapters, &from];
+        let output = fit(dir.path(), &sets(&[&keys[..], &more, &root].concat()));
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let file = dir.path().join(format!("runs/version_{i}/adapter/adapter_config.json"));
+        let config: Value = serde_json::from_slice(&fs::read(file).unwrap()).unwrap();
+        assert_eq!((&config["task_type"], &config["modules_to_save"]), (&task, &modules));
+    }
 }
 
 #[test]
