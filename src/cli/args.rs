@@ -274,8 +274,8 @@ struct PlanArgs {
     #[arg(long, value_name = "NAME|FILE")]
     hardware: Option<String>,
 
-    /// Fail if the plan passes a limit of this TOML file: peak_bytes, traffic_bytes_per_step,
-    /// calls_per_step, step_s
+    /// Fail if the plan passes a limit of this TOML file: peak_bytes, host_bytes,
+    /// traffic_bytes_per_step, calls_per_step, step_s
     #[arg(long, value_name = "FILE")]
     check: Option<PathBuf>,
 
@@ -283,8 +283,8 @@ struct PlanArgs {
     #[arg(long, value_name = "FILE")]
     page: Option<PathBuf>,
 
-    /// Plan other strategies, precisions and activation checkpointing too, and print those that no
-    /// other beats in both memory and time
+    /// Plan other strategies, meshes, micro-batches, precisions, recomputed and offloaded activations
+    /// too, and print those that no other beats in both memory and items a second
     #[arg(long, conflicts_with_all = ["check", "page"])]
     search: bool,
 

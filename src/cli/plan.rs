@@ -158,7 +158,7 @@ pub(super) fn run(
             print(&text::of(&plan))?;
             let outlook = &plan.outlook;
             if outlook.fits == Some(false) || outlook.fits_host == Some(false) {
-                advice::advise(search(plan.clone())?, items)?;
+                advice::advise(&search(plan.clone())?, items)?;
             }
         }
     }

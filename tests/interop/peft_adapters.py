@@ -25,8 +25,8 @@ def logits(directory, inputs, adapter=None):
     model = getattr(hf, auto).from_pretrained(directory, **options).eval()
     if adapter:
         model = peft.PeftModel.from_pretrained(model, adapter).eval()
-        missing = [name for name, module in model.named_modules() if hasattr(module, "lora_B")]
-        assert missing, "PEFT has put no adapter into the model"
+        found = [name for name, module in model.named_modules() if hasattr(module, "lora_B")]
+        assert found, "PEFT has put no adapter into the model"
     with torch.no_grad():
         return model(**inputs).logits
 

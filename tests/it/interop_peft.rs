@@ -237,7 +237,12 @@ fn adapter_with_unsupported_options_is_refused() {
     let with = |more: &str| format!(r#"{{"peft_type": "LORA", "r": 4, "lora_alpha": 8, {more}}}"#);
     check(&with(r#""target_modules": ["a"], "use_qalora": true"#), "sets `use_qalora`");
     check(&with(r#""target_modules": ["a"], "rank_pattern": {"a": 3}"#), "sets `rank_pattern`");
-    check(&with(r#""target_modules": ["a"], "alpha_pattern": {"a": 3}"#), "sets `alpha_pattern`");
+    let alphas =
+        |pattern: &str| with(&format!(r#""target_modules": ["a"], "alpha_pattern": {pattern}"#));
+    check(&alphas(r#"{"a": 3}"#), "`alpha_pattern`: the ranks or factors of its layers differ");
+    check(&alphas(r#"{"a": "3", "b": 4}"#), "has `alpha_pattern` that is no table of numbers");
+    check(&alphas("3"), "has `alpha_pattern` that is no table of numbers");
+    check(&alphas(r#"{".*a": 3}"#), "has `.*a` in `alpha_pattern`");
     check(
         &with(r#""target_modules": ["a"], "some_new_key": "on""#),
         "sets `some_new_key` = \"on\"",

@@ -20,6 +20,7 @@ use fulgurite_collective::collective::{Label, ProcessGroup};
 use fulgurite_collective::shard::Region;
 use fulgurite_module::parameter::Parameter;
 use fulgurite_tensor::autograd::storage;
+use fulgurite_tensor::execution::dry_run::skips_pass;
 use fulgurite_tensor::execution::{read, transfer};
 use fulgurite_tensor::memory::{self, MemoryKind, Place};
 
@@ -175,6 +176,10 @@ struct AdafactorOptimizer {
     schedule: f64,
 }
 
+/// Times that a step reads or writes each gradient and value: a gradient twice for each of two sums,
+/// and both for the update.
+const PASSES: usize = 7;
+
 /// A parameter in a step.
 struct Step {
     index: usize,
@@ -184,6 +189,8 @@ struct Step {
     /// The number of steps, this one included.
     steps: u64,
     work: Work,
+    /// Whether a dry run leaves it out.
+    is_skipped: bool,
 }
 
 impl AdafactorOptimizer {
@@ -196,6 +203,7 @@ impl AdafactorOptimizer {
 
         let counts: Vec<_> = works().map(|work| work.plane.first_counts()).collect();
         let first = sum_exactly(&steps, &counts, group, |step, terms| match terms {
+            _ if step.is_skipped => Ok(()),
             Visit::Largest(terms) => step.work.first(terms),
             Visit::Sums(terms) => step.work.first(terms),
         })?;
@@ -206,12 +214,14 @@ impl AdafactorOptimizer {
             works().map(|work| vec![work.plane.columns; work.plane.rows()]).collect();
         let pairs: Vec<_> = steps.iter().zip(&moments).collect();
         let second = sum_exactly(&pairs, &counts, group, |(step, moment), terms| match terms {
+            _ if step.is_skipped => Ok(()),
             Visit::Largest(terms) => step.work.second(moment, terms),
             Visit::Sums(terms) => step.work.second(moment, terms),
         })?;
         let sums = first.iter().zip(&second);
         let all: Vec<_> = pairs.iter().zip(sums).collect();
-        all.par_iter().try_for_each(|((step, moment), (first, second))| {
+        let computed = all.par_iter().filter(|((step, _), _)| !step.is_skipped);
+        computed.try_for_each(|((step, moment), (first, second))| {
             step.work.apply(moment, self.step_size(step, first, second))
         })?;
         for step in &steps {
@@ -226,6 +236,7 @@ impl AdafactorOptimizer {
 
     /// Returns the parameters that have gradients.
     fn steps_now(&mut self, scale: &GradScale) -> Result<Vec<Step>> {
+        let _place = memory::at(Place::Host);
         let parameters = self.state.parameters().to_vec();
         let mut steps = Vec::with_capacity(parameters.len());
         for (index, parameter) in parameters.iter().enumerate() {
@@ -253,7 +264,8 @@ impl AdafactorOptimizer {
             };
             let regions = (&local.region, &owned);
             let work = Work::new(parameter.global_shape(), regions, c, values, grad);
-            steps.push(Step { index, hyper, target, steps: own_steps, work });
+            let is_skipped = skips_pass(PASSES * work.values.elem_count() * size_of::<f32>());
+            steps.push(Step { index, hyper, target, steps: own_steps, work, is_skipped });
         }
         Ok(steps)
     }

@@ -24,6 +24,7 @@ use fulgurite_module::module::any_pattern_matches;
 use fulgurite_module::parameter::Parameter;
 use fulgurite_tensor::autograd::storage;
 use fulgurite_tensor::execution::transfer;
+use fulgurite_tensor::memory::{self, Place};
 
 /// Muon (Jordan et al., 2024) for the matrices of hidden layers, computed in the order of
 /// `torch.optim.Muon`, and [`AdamW`] for all other parameters: `optimizer.type = "muon"`.
@@ -362,12 +363,14 @@ impl MuonOptimizer {
             return Ok(());
         }
         let newton_schulz = self.options.newton_schulz();
+        let _place = transfer::beside(&items[0].input);
         let updates = self.owners.compute(&items, |item, matrix| {
             // Where the model computes, if shards are offloaded to the host.
             let device = item.parameter.device();
             if !(transfer::has_own_memory(device) && transfer::is_on_host(&matrix)) {
                 return newton_schulz.apply(&matrix);
             }
+            let _place = memory::at(Place::Device);
             let matrix = transfer::to_device(&matrix, device, "matrices")?;
             transfer::to_host(&newton_schulz.apply(&matrix)?, "matrices")
         })?;
@@ -378,7 +381,6 @@ impl MuonOptimizer {
             let shape = item.parameter.global_shape();
             c.step_size *= self.options.adjust_lr_fn.factor(shape[0], shape[1]);
             let update = ParamUpdate { hyper, values, grad: update, state: [], noise };
-            let _place = transfer::beside(&update.values);
             compute::<0>(&update, c, &GradScale::default())?;
         }
         Ok(())

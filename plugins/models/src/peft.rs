@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_checkpoint::{ADAPTER_CONFIG, AdapterSource, TensorSource, write_adapter};
+use fulgurite_engine::module::expert_stack;
 use fulgurite_engine::shard::Region;
 use fulgurite_error::{Error, Result};
 use serde::Serialize;
@@ -28,6 +29,8 @@ type Parts = Vec<(String, View)>;
 pub struct PeftAdapter {
     source: AdapterSource,
     layout: WeightLayout,
+    /// The base that the caller has named.
+    base: Option<PathBuf>,
 }
 
 /// What [`PeftAdapter::write`] has written.
@@ -39,6 +42,8 @@ pub struct PeftWritten {
     pub layers: usize,
     /// Layers that are fused of several of the model's.
     pub fused: usize,
+    /// Whether a layer has another name for PEFT.
+    pub is_renamed: bool,
 }
 
 impl PeftAdapter {
@@ -50,6 +55,7 @@ impl PeftAdapter {
     pub fn open(directory: &Path, base: Option<&Path>) -> Result<Self> {
         let source = AdapterSource::open(directory)?;
         let named = source.config().base_model_name_or_path.as_deref();
+        let given = base.map(Path::to_owned);
         let base = base_directory(directory, base, named)?;
         let mut config = ModelConfig::default();
         config.start_from(&base);
@@ -65,14 +71,14 @@ impl PeftAdapter {
             None if class.is_some_and(|class| names_tokens(&class)) => "token_classification",
             _ => "",
         };
-        Ok(Self { layout: description.weights_of(module), source })
+        Ok(Self { layout: description.weights_of(module), source, base: given })
     }
 
     /// Writes the directory, whose files are replaced. Not collective.
     ///
     /// # Errors
     /// If only some parts of a fused layer have what PEFT has once for the layer: magnitudes, biases
-    /// or trained weights. If ranks differ, a tensor is damaged, or a file cannot be written.
+    /// or trained weights. If an expert has an adapter, ranks differ, a tensor is damaged, or a file cannot be written.
     pub fn write(&self, directory: &Path) -> Result<PeftWritten> {
         let mut written = Written::default();
         for (layer, parts) in self.layers()? {
@@ -89,8 +95,8 @@ impl PeftAdapter {
         }
         let config = self.config(&written)?;
         write_adapter(directory, &written.tensors, &config)?;
-        let (layers, fused) = (written.layers.len(), written.fused);
-        Ok(PeftWritten { path: directory.to_owned(), layers, fused })
+        let Written { layers, fused, is_renamed, .. } = written;
+        Ok(PeftWritten { path: directory.to_owned(), layers: layers.len(), fused, is_renamed })
     }
 
     /// The file's layers that have adapters, with all their parts.
@@ -100,12 +106,13 @@ impl PeftAdapter {
         let of_layer = names.iter().filter_map(|name| name.find(".lora_").map(|at| &name[..at]));
         for layer in of_layer.collect::<BTreeSet<_>>() {
             let weight = format!("{layer}.weight");
+            if expert_stack(layer).is_some() {
+                return self.fail(format!(
+                    "has an adapter of `{layer}`, an expert; PEFT finds those of some models under the names that they \
+                     have here: load the directory as it is, or merge it (`--to hugging-face --adapter DIR`)"
+                ));
+            }
             let (file, parts) = self.layout.of_model(&weight);
-            let (file, parts) = match parts.iter().any(|(_, view)| view.stacked) {
-                // Experts have names of their own.
-                true => (weight.clone(), vec![(weight, View::WHOLE)]),
-                false => (file, parts),
-            };
             layers.insert(path(&file).to_owned(), parts);
         }
         Ok(layers)
@@ -243,6 +250,9 @@ impl PeftAdapter {
             let saved = if saved.is_empty() { Value::Null } else { json!(saved) };
             keys.insert("modules_to_save".to_owned(), saved);
         }
+        if let Some(base) = &self.base {
+            keys.insert("base_model_name_or_path".to_owned(), json!(base));
+        }
         keys.insert("fan_in_fan_out".to_owned(), written.transposed.into());
         if !written.patterns.is_empty() {
             let ranks: BTreeMap<_, _> =
@@ -299,8 +309,17 @@ struct Rows(Vec<(usize, Tensor)>);
 impl Rows {
     /// Adds the rows of a part.
     fn put(&mut self, view: View, rows: &Tensor) -> Result<()> {
+        let ranges = view.rows_in_file().unwrap_or_default();
+        let needed: usize = ranges.iter().map(ExactSizeIterator::len).sum();
+        if needed != rows.dims()[0] {
+            return Err(Error::Config(format!(
+                "a part of a fused layer has {} outputs in the adapter, and {needed} in the base; is it an adapter \
+                 of this base?",
+                rows.dims()[0]
+            )));
+        }
         let mut at = 0;
-        for range in view.rows_in_file().into_iter().flatten() {
+        for range in ranges {
             self.0.push((range.start, rows.narrow(0, at, range.len())?));
             at += range.len();
         }

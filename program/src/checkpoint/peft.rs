@@ -45,9 +45,10 @@ pub(super) fn convert(
     if json {
         print_json(&written)?;
     } else {
-        let fused = match written.fused {
-            0 => String::new(),
-            n => format!(", {n} of them fused of several"),
+        let fused = match (written.fused, written.is_renamed) {
+            (0, false) => ", all under the names that they had".to_owned(),
+            (0, true) => String::new(),
+            (n, _) => format!(", {n} of them fused of several"),
         };
         let layers = count(written.layers, "layer");
         print(&format!("wrote {}: adapters of {layers}{fused}\n", written.path.display()))?;

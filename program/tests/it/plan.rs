@@ -302,7 +302,7 @@ fn offloaded_memory_is_the_hosts() {
     // Each byte goes there and back, at 1 GB/s.
     let copied = 2.0 * on_host as f64 / 1e9;
     let more_s = number(&offloaded, "step_s") - number(&plain, "step_s");
-    assert!((0.4 * copied..1.1 * copied).contains(&more_s), "{more_s} s for {copied} s of copies");
+    assert!((0.6 * copied..1.1 * copied).contains(&more_s), "{more_s} s for {copied} s of copies");
 
     let sharded = r#"trainer.strategy={type="fsdp",cpu_offload=true}"#;
     let (sharded, ..) = plan(sharded);

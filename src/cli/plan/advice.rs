@@ -12,15 +12,14 @@ use super::search::{Candidate, Found};
 use super::text::secs;
 
 /// Names the three fastest changes with which the run fits.
-pub(super) fn advise(found: Found, items: f64) -> Result<()> {
-    let fitting: Vec<_> = found.front.iter().filter(|one| one.fits()).take(3).collect();
-    let mut text = match fitting.is_empty() {
+pub(super) fn advise(found: &Found, items: f64) -> Result<()> {
+    let mut text = match found.fitting.is_empty() {
         true => {
             "no change that `plan` knows makes it fit: plan for more ranks (--world)\n".to_owned()
         }
         false => "it fits with\n".to_owned(),
     };
-    for candidate in fitting {
+    for candidate in &found.fitting {
         line(&mut text, candidate, items);
     }
     print(&text)

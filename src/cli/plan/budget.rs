@@ -46,7 +46,8 @@ pub(super) fn check(plan: &RunPlan, path: &Path) -> Result<()> {
             (Some(_), None) => passed.push(format!(
                 "`{key}` is not known{}",
                 match key {
-                    "host_bytes" => "; the hardware's table has no `host`",
+                    "host_bytes" =>
+                        "; it needs a table of hardware with `host`, and an allocator that counts",
                     _ => "",
                 }
             )),

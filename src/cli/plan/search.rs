@@ -21,6 +21,9 @@ const ALIKE: f64 = 0.005;
 /// Candidates of a round that get one more change.
 const CHANGED_FURTHER: usize = 6;
 
+/// Candidates that fit, of which a user is told.
+const ADVISED: usize = 3;
+
 /// A change of the configuration that may save memory or time.
 #[derive(Debug)]
 struct Change {
@@ -40,14 +43,9 @@ impl Change {
     fn is_in(&self, config: &Table) -> bool {
         let [of_change] = &self.settings[..] else { return false };
         let [setting] = &of_change[..] else { return false };
-        let Some((key, value)) = setting.split_once('=') else { return false };
-        let mut found = None;
-        let mut table = Some(config);
-        for part in key.split('.') {
-            found = table.and_then(|table| table.get(part));
-            table = found.and_then(toml::Value::as_table);
-        }
-        found.and_then(toml::Value::as_str) == Some(value)
+        let known =
+            setting.split_once('=').and_then(|(key, value)| Some((value_at(config, key)?, value)));
+        known.is_some_and(|(known, value)| known.as_str() == Some(value))
     }
 }
 
@@ -166,6 +164,7 @@ fn changes(batches: Batches, (world, hosts): (usize, usize), has_host: bool) -> 
 }
 
 /// A configuration that can run.
+#[derive(Clone)]
 pub(super) struct Candidate {
     /// What differs from the run, in words.
     pub(super) changes: Vec<String>,
@@ -176,7 +175,7 @@ pub(super) struct Candidate {
 
 impl Candidate {
     /// Seconds of an item, such as a token.
-    pub(super) fn item_s(&self) -> f64 {
+    fn item_s(&self) -> f64 {
         1.0 / self.plan.outlook.items_per_s
     }
 
@@ -189,20 +188,12 @@ impl Candidate {
         outlook.fits != Some(false) && outlook.fits_host != Some(false)
     }
 
-    fn is_like(&self, other: &Self) -> bool {
-        let alike = |a: f64, b: f64| (a / b - 1.0).abs() <= ALIKE;
-        alike(self.item_s(), other.item_s()) && alike(self.peak() as f64, other.peak() as f64)
-    }
-
-    /// Whether it is better in time or memory, and worse in neither. Of two that are alike, the one
-    /// with fewer changes is better.
-    fn beats(&self, other: &Self) -> bool {
-        let [time, peak] =
-            [self.item_s() / other.item_s(), self.peak() as f64 / other.peak() as f64];
-        let is_no_worse = time <= 1.0 + ALIKE && peak <= 1.0 + ALIKE;
-        let is_better = time < 1.0 - ALIKE || peak < 1.0 - ALIKE;
-        let is_shorter = self.changes.len() < other.changes.len();
-        is_no_worse && (is_better || is_shorter) && self.fits() >= other.fits()
+    /// Whether it is no worse, in time and memory, than a part of this size.
+    fn is_no_worse(&self, other: &Self, part: f64) -> bool {
+        let most = 1.0 + part;
+        self.item_s() <= most * other.item_s()
+            && self.peak() as f64 <= most * other.peak() as f64
+            && self.fits() >= other.fits()
     }
 }
 
@@ -212,12 +203,15 @@ pub(super) struct Found {
     pub(super) planned: usize,
     /// The candidates that no other beats in both memory and time, the fastest first.
     pub(super) front: Vec<Candidate>,
+    /// The fastest that fit.
+    pub(super) fitting: Vec<Candidate>,
 }
 
 /// The run whose changes are searched.
 struct Search<'a> {
     request: &'a PlanRequest,
     make: &'a dyn Fn(&PlanRequest) -> Result<RunPlan>,
+    config: &'a Table,
     changes: Vec<Change>,
     batches: Batches,
     /// Items of the run's step.
@@ -237,20 +231,30 @@ impl Search<'_> {
     fn change(&self, one: &Candidate, change: &Change) -> Option<Candidate> {
         let (settings, plan) = change.settings.iter().find_map(|of_change| {
             let mut settings = one.settings.clone();
-            of_change.iter().for_each(|setting| set(&mut settings, setting));
+            of_change.iter().for_each(|setting| set(&mut settings, setting, self.config));
             let plan = self.plan(&settings)?;
-            // Ranks that share samples leave fewer to a step.
-            let times = (self.items / plan.items).round();
-            let is_multiple = (self.items - times * plan.items).abs() < 0.01 * self.items;
-            if times < 2.0 || !is_multiple || self.batches.is_derived {
-                return Some((settings, plan));
-            }
-            set(&mut settings, &format!("{ACCUMULATE}={}", plan.micro_batches * times as u64));
-            Some((settings.clone(), self.plan(&settings)?))
+            Some(self.with_items(&settings, &plan).unwrap_or((settings, plan)))
         })?;
         let changes = one.changes.iter().chain([&change.name]).cloned().collect();
         let about = one.about.iter().chain([&change.about]).copied().collect();
         Some(Candidate { changes, about, settings, plan })
+    }
+
+    /// With as many micro-batches that a step has the run's items, if its ranks share other numbers
+    /// of samples. `None` if it has them already, or cannot.
+    fn with_items(&self, settings: &[String], plan: &RunPlan) -> Option<(Vec<String>, RunPlan)> {
+        let have_items = |plan: &RunPlan| (plan.items / self.items - 1.0).abs() < 0.01;
+        if have_items(plan) || self.batches.is_derived {
+            return None;
+        }
+        let own =
+            settings.iter().find_map(|setting| setting.strip_prefix(ACCUMULATE)?.strip_prefix('='));
+        let now = own.and_then(|own| own.parse().ok()).unwrap_or(self.batches.accumulated);
+        let wanted = (now as f64 * self.items / plan.items).round();
+        let mut settings = settings.to_vec();
+        set(&mut settings, &format!("{ACCUMULATE}={}", wanted.max(1.0)), self.config);
+        let plan = self.plan(&settings)?;
+        have_items(&plan).then_some((settings, plan))
     }
 
     /// Candidates with one more change than these have.
@@ -263,22 +267,87 @@ impl Search<'_> {
     }
 }
 
-/// Sets a key, in place of an earlier value.
-fn set(settings: &mut Vec<String>, setting: &str) {
+/// Sets a key, in place of an earlier value. A table of the run with the same type would be merged
+/// with it, and is unset before.
+fn set(settings: &mut Vec<String>, setting: &str, config: &Table) {
     let key = |setting: &str| setting.split_once('=').map(|(key, _)| key.to_owned());
-    settings.retain(|known| key(known) != key(setting));
+    let own = key(setting);
+    settings.retain(|known| key(known) != own);
+    let is_table =
+        own.as_deref().and_then(|key| value_at(config, key)).is_some_and(toml::Value::is_table);
+    if let Some(key) = own.filter(|_| is_table) {
+        settings.push(format!("{key}=null"));
+    }
     settings.push(setting.to_owned());
+}
+
+/// The value at a dotted path.
+fn value_at<'a>(config: &'a Table, key: &str) -> Option<&'a toml::Value> {
+    let (path, last) = key.rsplit_once('.').map_or((None, key), |(path, last)| (Some(path), last));
+    let mut table = config;
+    for part in path.iter().flat_map(|path| path.split('.')) {
+        table = table.get(part)?.as_table()?;
+    }
+    table.get(last)
 }
 
 /// The candidates that no other beats, the fastest first.
 fn best(mut all: Vec<Candidate>) -> Vec<Candidate> {
-    let is_beaten = |one: &Candidate| all.iter().any(|other| other.beats(one));
-    let mut beaten = all.iter().map(is_beaten).collect::<Vec<_>>().into_iter();
-    all.retain(|_| !beaten.next().unwrap_or(true));
-    all.sort_by(|a, b| a.item_s().total_cmp(&b.item_s()));
-    // Several ways to the same configuration.
-    all.dedup_by(|a, b| a.is_like(b));
-    all
+    // Of several that are alike, the one with the fewest changes.
+    all.sort_by_key(|one| one.changes.len());
+    let mut front = unbeaten(all, |kept, one| kept.is_no_worse(one, ALIKE));
+    // Slower ones have to be smaller, and larger ones faster.
+    let no_larger = |kept: &Candidate, one: &Candidate| {
+        kept.peak() as f64 <= (1.0 + ALIKE) * one.peak() as f64 && kept.fits() >= one.fits()
+    };
+    front.sort_by(|a, b| a.item_s().total_cmp(&b.item_s()));
+    front = unbeaten(front, no_larger);
+    front.reverse();
+    front = unbeaten(front, |kept, one| kept.is_no_worse(one, ALIKE));
+    front.reverse();
+    front
+}
+
+/// The candidates, in their order, that none of those kept before beats.
+fn unbeaten(all: Vec<Candidate>, beats: impl Fn(&Candidate, &Candidate) -> bool) -> Vec<Candidate> {
+    let mut kept: Vec<Candidate> = Vec::new();
+    for one in all {
+        if !kept.iter().any(|other| beats(other, &one)) {
+            kept.push(one);
+        }
+    }
+    kept
+}
+
+/// The fastest candidates that fit, each unlike the others.
+fn fastest(all: &[Candidate]) -> Vec<Candidate> {
+    let mut fitting: Vec<_> = all.iter().filter(|one| one.fits()).collect();
+    fitting.sort_by(|a, b| a.item_s().total_cmp(&b.item_s()));
+    let mut kept: Vec<Candidate> = Vec::new();
+    for one in fitting {
+        let is_like =
+            |other: &Candidate| other.is_no_worse(one, ALIKE) && one.is_no_worse(other, ALIKE);
+        match kept.iter().position(is_like) {
+            Some(i) if one.changes.len() < kept[i].changes.len() => kept[i] = one.clone(),
+            Some(_) => {}
+            None if kept.len() == ADVISED => break,
+            None => kept.push(one.clone()),
+        }
+    }
+    kept
+}
+
+/// The candidates of a front to change further: the fastest and the smallest, or the smallest alone
+/// while none fits.
+fn promising<'a>(
+    front: &'a [Candidate],
+    is_new: impl Fn(&&Candidate) -> bool,
+) -> Vec<&'a Candidate> {
+    let new: Vec<&Candidate> = front.iter().filter(|one| is_new(one)).collect();
+    let fastest = if front.iter().any(Candidate::fits) { CHANGED_FURTHER / 2 } else { 0 };
+    let (first, rest) = new.split_at(fastest.min(new.len()));
+    let smallest = rest.iter().rev().take(CHANGED_FURTHER - first.len());
+    first.iter().chain(smallest).copied().collect()
 }
 
 /// Searches from a run that is planned already. `config` is its resolved configuration.
@@ -290,16 +359,16 @@ pub(super) fn search(
     let batches = Batches::of(config);
     let mut changes = changes(batches, (run.world_size, run.nodes), has_host);
     changes.retain(|change| !change.is_in(config));
-    let search = Search { request, make, changes, batches, items: run.items };
+    let search = Search { request, make, config, changes, batches, items: run.items };
     let start = Candidate { changes: vec![], about: vec![], settings: vec![], plan: run };
-    let mut found = Found { planned: 1, front: vec![start] };
+    let mut found = Found { planned: 1, front: vec![start], fitting: Vec::new() };
     let mut expanded = BTreeSet::new();
     for _ in 0..MOST_CHANGES {
-        let is_new = |one: &&Candidate| !expanded.contains(&one.settings);
-        let from: Vec<_> = found.front.iter().filter(is_new).take(CHANGED_FURTHER).collect();
+        let from = promising(&found.front, |one| !expanded.contains(&one.settings));
         let new = search.changed(&from);
         expanded.extend(from.iter().map(|one| one.settings.clone()));
         found.planned += new.len();
+        found.fitting = fastest(&[&found.fitting[..], &new].concat());
         found.front = best(found.front.into_iter().chain(new).collect());
     }
     found
@@ -324,8 +393,13 @@ mod tests {
     #[test]
     fn later_settings_replace_earlier_ones() {
         let mut settings = vec!["a.b=1".to_owned(), "a.c=2".to_owned()];
-        set(&mut settings, "a.b=3");
+        let config = "[a]\nb = 1\n[a.d]\ne = 1".parse().unwrap();
+        set(&mut settings, "a.b=3", &config);
         assert_eq!(settings, ["a.c=2", "a.b=3"]);
+        // Options of the run's table would stay.
+        set(&mut settings, "a.d=4", &config);
+        set(&mut settings, "a.d=5", &config);
+        assert_eq!(settings, ["a.c=2", "a.b=3", "a.d=null", "a.d=5"]);
     }
 
     #[test]

@@ -253,17 +253,16 @@ impl PeftConfig {
         }
         // PEFT takes them for regular expressions.
         let is_plain = |c: char| c.is_alphanumeric() || "._-".contains(c);
-        let (mut alphas, table) = (self.alphas(), self.rest.get(ALPHA_PATTERN));
-        if let Some((pattern, _)) =
-            alphas.find(|(pattern, alpha)| !pattern.chars().all(is_plain) || !alpha.is_finite())
-        {
+        let table = self.rest.get(ALPHA_PATTERN).filter(|table| !is_off(table));
+        let entries = table.map(|table| table.as_object().map_or(usize::MAX, serde_json::Map::len));
+        if entries.is_some_and(|entries| self.alphas().count() != entries) {
+            return wrong(format!("has `{ALPHA_PATTERN}` that is no table of numbers"));
+        }
+        if let Some((pattern, _)) = self.alphas().find(|(key, _)| !key.chars().all(is_plain)) {
             return wrong(format!(
                 "has `{pattern}` in `{ALPHA_PATTERN}`, and only paths of layers and their ends can be read; write \
                  them out"
             ));
-        }
-        if table.is_some_and(|table| !is_off(table)) && self.alphas().count() == 0 {
-            return wrong(format!("has `{ALPHA_PATTERN}` that is no table of numbers"));
         }
         match self.rest.get("init_lora_weights") {
             None | Some(serde_json::Value::Null | serde_json::Value::Bool(_)) => {}

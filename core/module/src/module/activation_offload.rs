@@ -12,6 +12,7 @@ use crate::{Error, Result};
 use fulgurite_tensor::autograd::storage::{with_bytes, with_bytes_mut};
 use fulgurite_tensor::execution::transfer::{self, HostCopy};
 use fulgurite_tensor::execution::{self, dry_run};
+use fulgurite_tensor::memory::{self, Place};
 
 /// Storage of units' offloaded activations: `offload` in `trainer.activation_checkpointing`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -42,6 +43,7 @@ impl SavedActivation {
                 transfer::to_device(&copy.wait()?, device, "activations")
             }
             Self::Disk { file, offset, shape, dtype, device } => {
+                let _place = memory::at(Place::Host);
                 let x = Tensor::zeros(shape.elem_count(), *dtype, &Device::Cpu)?;
                 if !dry_run::is_on() {
                     with_bytes_mut(&x, |bytes| file.read_exact_at(bytes, *offset))?

@@ -161,6 +161,14 @@ fn run_here<M: LightningModule>(
 ) -> Result<Option<RankRun>> {
     let run = dry::<M>(run)?;
     let seen = Arc::new(Mutex::new(Seen::default()));
+    let trace = Trace::start_reserving(has_host);
+    if has_host && trace.is_none() {
+        tracing::warn!(
+            "this program's allocator counts nothing (`fulgurite::use_mimalloc!()`), so that all memory is planned as \
+             the device's, and copies from the host are not"
+        );
+    }
+    let has_host = has_host && trace.is_some();
     let run_dry = if has_host { DryRun::with_host() } else { DryRun::default() };
     let log = Log { run: run_dry, groups: Arc::default() };
     let world: Arc<dyn ProcessGroup> = match world_size {
@@ -180,7 +188,6 @@ fn run_here<M: LightningModule>(
     let brief = end.map(|end| execution::enter(Brief::until(end)));
     let of_data = execution::value::<Brief>();
     let borders = execution::enter(borders.clone());
-    let trace = Trace::start_reserving(has_host);
     let dry = log.run.enter();
     let result = trainer.fit::<M>(&run);
     drop((dry, borders, brief, quiet));
