@@ -14,6 +14,7 @@ pub mod execution;
 pub mod memory;
 pub mod random;
 pub mod simd;
+mod zeros;
 
 pub use fulgurite_error::{Error, Result, counted};
 

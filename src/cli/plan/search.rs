@@ -75,7 +75,7 @@ impl Batches {
     /// Micro-batches of this many samples, as many as the step had samples.
     fn with_samples(self, samples: u64) -> Option<Vec<String>> {
         let all = self.samples? * self.accumulated;
-        if samples == 0 || all % samples != 0 {
+        if samples == 0 || !all.is_multiple_of(samples) {
             return None;
         }
         let mut settings = vec![format!("data.batch_size={samples}")];
@@ -339,10 +339,7 @@ fn fastest(all: &[Candidate]) -> Vec<Candidate> {
 
 /// The candidates of a front to change further: the fastest and the smallest, or the smallest alone
 /// while none fits.
-fn promising<'a>(
-    front: &'a [Candidate],
-    is_new: impl Fn(&&Candidate) -> bool,
-) -> Vec<&'a Candidate> {
+fn promising(front: &[Candidate], is_new: impl Fn(&&Candidate) -> bool) -> Vec<&Candidate> {
     let new: Vec<&Candidate> = front.iter().filter(|one| is_new(one)).collect();
     let fastest = if front.iter().any(Candidate::fits) { CHANGED_FURTHER / 2 } else { 0 };
     let (first, rest) = new.split_at(fastest.min(new.len()));

@@ -21,7 +21,6 @@
 use std::cell::RefCell;
 use std::sync::Mutex;
 
-use bytemuck::allocation::zeroed_vec;
 use candle_core::backend::BackendDevice as _;
 use candle_core::op::BackpropOp;
 use candle_core::{
@@ -29,7 +28,7 @@ use candle_core::{
 };
 
 use crate::execution::dry_run::skips_pass;
-use crate::{Error, Result};
+use crate::{Error, Result, zeros};
 
 /// An empty storage, as released tensors have.
 pub fn empty(dtype: DType, device: &Device) -> Result<Storage> {
@@ -146,19 +145,11 @@ pub fn allocate_unset(tensor: &Tensor) -> Result<()> {
 /// If the device has no memory for it.
 pub fn zeros(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
     let shape = shape.into();
-    // candle writes zeros of these types one by one; the system has zeroed pages.
-    match (dtype, device) {
-        (DType::BF16, Device::Cpu) => {
-            let zeros = zeroed_vec::<half::bf16>(shape.elem_count());
-            return Ok(Tensor::from_vec(zeros, shape, device)?);
-        }
-        (DType::F16, Device::Cpu) => {
-            let zeros = zeroed_vec::<half::f16>(shape.elem_count());
-            return Ok(Tensor::from_vec(zeros, shape, device)?);
-        }
-        _ => {}
-    }
-    Tensor::zeros(&shape, dtype, device).map_err(|error| {
+    let zeros = match device {
+        Device::Cpu => zeros::on_host(&shape, dtype),
+        device => Tensor::zeros(&shape, dtype, device),
+    };
+    zeros.map_err(|error| {
         let (dims, bytes) = (shape.dims(), shape.elem_count() * dtype.size_in_bytes());
         Error::from(error)
             .during(format_args!("{bytes} bytes were asked for, {dims:?} in {dtype:?}"))

@@ -1,12 +1,11 @@
 //! Copies between host and device in a dry run that tells their memory apart.
 
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 
 use super::dry_run::{self, DryRun, Happening, SKIPPED_BYTES};
 use super::transfer::{HostCopies, HostCopy, is_on_host};
-use crate::Result;
-use crate::autograd::storage;
 use crate::memory::{self, Place};
+use crate::{Result, zeros};
 
 /// Makes copies in the memory of the other place. Both are the host's in truth.
 pub(super) struct DryCopies(DryRun);
@@ -25,7 +24,7 @@ impl DryCopies {
         let _place = memory::at(to);
         let copy = match bytes < SKIPPED_BYTES || tensor.dtype().is_int() {
             true => tensor.force_contiguous()?,
-            false => storage::zeros(tensor.shape(), tensor.dtype(), &Device::Cpu)?,
+            false => zeros::on_host(tensor.shape(), tensor.dtype())?,
         };
         Ok((id, copy))
     }
