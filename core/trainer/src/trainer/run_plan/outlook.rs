@@ -6,7 +6,7 @@ use super::failures::{Failures, Goodput};
 use super::hardware::Hardware;
 use super::timing::{Recorded, StepTime, step_times};
 
-/// Times on [`Hardware`]. Made by [`RunPlan::on`](super::RunPlan::on).
+/// Times on [`Hardware`]. Made by [`RunPlan::of`](super::RunPlan::of).
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Outlook {
