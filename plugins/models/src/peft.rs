@@ -24,8 +24,8 @@ type Parts = Vec<(String, View)>;
 /// A run's adapter that can be written under the names of `transformers`.
 ///
 /// Layers that are fused there get one pair of matrices. Unless the adapters of all parts have one
-/// first matrix, the pair has the sum of their ranks, and blocks in the second matrix; `rank_pattern`
-/// and `alpha_pattern` say so.
+/// first matrix, the pair has the sum of their ranks, and blocks in the second matrix. Then
+/// `rank_pattern` and `alpha_pattern` have the layer.
 pub struct PeftAdapter {
     source: AdapterSource,
     layout: WeightLayout,
@@ -51,7 +51,7 @@ impl PeftAdapter {
     /// `base`, or where `adapter_config.json` says.
     ///
     /// # Errors
-    /// If the directory has no adapter, or its base is not found or of an unknown kind.
+    /// If there is no adapter. If its base is missing, or of an unknown family.
     pub fn open(directory: &Path, base: Option<&Path>) -> Result<Self> {
         let source = AdapterSource::open(directory)?;
         let named = source.config().base_model_name_or_path.as_deref();
@@ -77,8 +77,9 @@ impl PeftAdapter {
     /// Writes the directory, whose files are replaced. Not collective.
     ///
     /// # Errors
-    /// If only some parts of a fused layer have what PEFT has once for the layer: magnitudes, biases
-    /// or trained weights. If an expert has an adapter, ranks differ, a tensor is damaged, or a file cannot be written.
+    /// If only some parts of a fused layer have magnitudes, biases or trained weights, which PEFT has
+    /// once for the layer. If an expert has an adapter, ranks differ, a tensor is damaged, or a file
+    /// cannot be written.
     pub fn write(&self, directory: &Path) -> Result<PeftWritten> {
         let mut written = Written::default();
         for (layer, parts) in self.layers()? {
@@ -131,7 +132,7 @@ impl PeftAdapter {
         Ok(())
     }
 
-    /// Makes one adapter of those of a fused layer's parts.
+    /// Joins the adapters of a fused layer's parts.
     fn fuse(&self, layer: &str, parts: &[(String, View)], written: &mut Written) -> Result<()> {
         let of = |weight: &str, end: &str| format!("{}.{end}", path(weight));
         let config = self.source.config();
@@ -279,7 +280,7 @@ impl PeftAdapter {
     }
 }
 
-/// What has been made of an adapter.
+/// The parts of a written adapter.
 #[derive(Default)]
 struct Written {
     tensors: HashMap<String, Tensor>,

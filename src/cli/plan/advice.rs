@@ -1,4 +1,4 @@
-//! What a search of other configurations tells the user.
+//! The result of a search as text.
 
 use std::fmt::Write as _;
 

@@ -1,7 +1,7 @@
-//! Other configurations of a run: which can run, what they hold, how fast they are.
+//! Other configurations of a run, by their memory and speed.
 //!
-//! The search changes one thing of the run, then one more of what none has beaten, and so on. A
-//! candidate trains as many items a step as the run does, where micro-batches can make up for it.
+//! The search makes one change to the run, then one more to the best candidates, and so on. The
+//! number of micro-batches follows, so that a step keeps the run's items.
 
 use std::collections::BTreeSet;
 
@@ -21,13 +21,13 @@ const ALIKE: f64 = 0.005;
 /// Candidates of a round that get one more change.
 const CHANGED_FURTHER: usize = 6;
 
-/// Candidates that fit, of which a user is told.
+/// The number of fitting candidates that a user sees.
 const ADVISED: usize = 3;
 
 /// A change of the configuration that may save memory or time.
 #[derive(Debug)]
 struct Change {
-    /// What it is about. A candidate has one change of each.
+    /// Its subject. A candidate has one change of each.
     about: &'static str,
     name: String,
     /// The settings. If the first cannot be run, the next are tried.
@@ -188,7 +188,7 @@ impl Candidate {
         outlook.fits != Some(false) && outlook.fits_host != Some(false)
     }
 
-    /// Whether it is no worse, in time and memory, than a part of this size.
+    /// Whether time and memory are at most this part larger, and it fits if the other does.
     fn is_no_worse(&self, other: &Self, part: f64) -> bool {
         let most = 1.0 + part;
         self.item_s() <= most * other.item_s()
@@ -197,7 +197,7 @@ impl Candidate {
     }
 }
 
-/// What a search has found.
+/// The result of a search.
 pub(super) struct Found {
     /// Number of configurations that were planned.
     pub(super) planned: usize,

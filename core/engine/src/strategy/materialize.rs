@@ -100,7 +100,7 @@ pub fn verify_same_buffers(tree: &ModuleTree, group: &dyn ProcessGroup) -> Resul
 }
 
 fn digest(values: &Tensor) -> Result<u64> {
-    // Large values have no meaning there, and no memory yet.
+    // Large values are unset there, and take no memory.
     if dry_run::is_on() {
         return Ok(0);
     }

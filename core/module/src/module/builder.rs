@@ -229,8 +229,8 @@ impl ModuleBuilder {
     }
 
     /// Declares that the module at this path has `count` experts, which expert parallelism can
-    /// divide among ranks, and that a row goes to `per_row` of them. The module [adds](Experts::add) the parameters whose first dimension is
-    /// the experts, and computes with the [ranks](Experts::ranks) that have them.
+    /// divide among ranks, and that a row goes to `per_row` of them. The module
+    /// [adds](Experts::add) the parameters whose first dimension is the experts, and computes with the [ranks](Experts::ranks) that have them.
     pub fn experts(&self, count: usize, per_row: usize) -> Experts {
         let experts = Experts::new(self.path.clone(), count, per_row);
         self.tree().experts.push(experts.clone());

@@ -84,7 +84,7 @@ fn function_boxed(inputs: &[&Tensor], output: Tensor, backward: Box<Backward>) -
     let hand = move |_: &Tensor, grad: &Tensor| Ok(vec![Some(held.hand(grad.clone())?)]);
     let y = node(std::slice::from_ref(source.node()), output, Box::new(hand))?;
     made.get_or_init(|| y.detach());
-    // The graph of those that depend on the source does not hold the output.
+    // Functions that take it depend on the source, so that their graph lacks the output.
     save_for_backward(&[&y]);
     source.is_of(&y);
     Ok(y)

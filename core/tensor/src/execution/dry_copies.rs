@@ -16,7 +16,7 @@ impl DryCopies {
         dry_run::current().filter(DryRun::has_host).map(Self)
     }
 
-    /// Records that a copy begins, and returns its number. Large values have no meaning.
+    /// Records that a copy begins. Returns its number and the copy, whose large values are zero.
     fn begin(&self, tensor: &Tensor, to: Place) -> Result<(u64, Tensor)> {
         let bytes = tensor.elem_count() * tensor.dtype().size_in_bytes();
         let id = self.0.number();

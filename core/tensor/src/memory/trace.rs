@@ -75,7 +75,7 @@ struct Recorder {
 
 static IS_ON: AtomicBool = AtomicBool::new(false);
 static RESERVES: AtomicBool = AtomicBool::new(false);
-/// Whether the host's memory is told apart from the device's.
+/// Whether the host's memory counts apart.
 static HAS_HOST: AtomicBool = AtomicBool::new(false);
 /// Number of blocks that [`remove`] knows.
 static BLOCKS: AtomicUsize = AtomicUsize::new(0);

@@ -27,8 +27,7 @@ pub struct Outlook {
     /// Tokens a second, or other items that the loss counts.
     pub items_per_s: f64,
     /// The part of the hardware's operations that the model's own need, without recomputation and
-    /// attention: 6 for each parameter and item, 4 if it is not trained. Of experts, those of a row
-    /// count.
+    /// attention: 6 for each parameter and item, 4 if it is not trained. A row's own experts count.
     pub mfu: f64,
     /// Whether the rank that holds most fits into its device; `None` if either is unknown.
     pub fits: Option<bool>,

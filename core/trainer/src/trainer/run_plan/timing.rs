@@ -36,8 +36,8 @@ pub(super) struct Recorded {
 /// the class of each rank. `ranks_per_host` ranks share a host.
 ///
 /// On each rank one stream computes, and waits where the engine waited. Collectives run beside it,
-/// one after the other in each group, and so do copies in each direction between host and device. A collective begins with the last of its classes, and a
-/// message when it is sent.
+/// one after the other in each group, and so do copies in each direction between host and device. A
+/// collective begins with the last of its classes, and a message when it is sent.
 pub(super) fn step_times(
     recorded: &[Recorded],
     class_of: &[usize],
