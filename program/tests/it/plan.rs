@@ -323,6 +323,22 @@ fn offloaded_memory_is_the_hosts() {
     assert!(text.contains("the model is there already"), "{text}");
 }
 
+/// The optimizer of offloaded shards has its matrices on the host, between its ranks too.
+#[test]
+fn matrices_of_muon_are_beside_the_shards() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("device.toml"), DEVICE).unwrap();
+    let more = ["--hardware", "device.toml", "--json", "--world", "2"];
+    let host = |optimizer: &str| {
+        let strategy = r#"trainer.strategy={type="fsdp",cpu_offload=true}"#;
+        let plan = last_object(&fulgurite("plan", dir.path(), &[strategy, optimizer], &more));
+        plan["ranks"][0]["host_by_kind"]["activations"].as_u64().unwrap_or(0)
+    };
+    // Of a round, at least a matrix of 344 rows and 128 columns.
+    let (muon, adamw) = (host("optimizer=muon"), host("optimizer=adamw"));
+    assert!(muon > adamw + 4 * 344 * 128, "{muon} and {adamw}");
+}
+
 /// The operations of a mixture are those of a row's experts.
 #[test]
 fn operations_of_experts_are_those_of_a_row() {

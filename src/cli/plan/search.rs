@@ -3,9 +3,12 @@
 //! The search makes one change to the run, then one more to the best candidates, and so on. The
 //! number of micro-batches follows, so that a step keeps the run's items.
 
+use std::cell::Cell;
 use std::collections::BTreeSet;
+use std::io::{IsTerminal as _, Write as _};
 
 use fulgurite_core::Result;
+use fulgurite_core::output::stderr;
 use fulgurite_core::run_plan::RunPlan;
 use toml::Table;
 use tracing::subscriber::{NoSubscriber, with_default};
@@ -216,15 +219,26 @@ struct Search<'a> {
     batches: Batches,
     /// Items of the run's step.
     items: f64,
+    planned: Cell<usize>,
 }
 
 impl Search<'_> {
     /// Plans the run with other settings. `None` if this model or world cannot have them.
     fn plan(&self, settings: &[String]) -> Option<RunPlan> {
+        self.planned.update(|planned| planned + 1);
+        self.show(&format!("{} plans", self.planned.get()));
         let mut changed = self.request.clone();
         changed.run.set.extend(settings.iter().cloned());
         // Warnings are for the user's own configuration.
         with_default(NoSubscriber::default(), || (self.make)(&changed)).ok()
+    }
+
+    /// Shows how far the search is, on a terminal.
+    fn show(&self, text: &str) {
+        if std::io::stderr().is_terminal() {
+            // An error means that nobody reads it.
+            let _ = stderr().write_all(format!("\r\x1b[K{text}").as_bytes());
+        }
     }
 
     /// A candidate with one more change.
@@ -356,7 +370,8 @@ pub(super) fn search(
     let batches = Batches::of(config);
     let mut changes = changes(batches, (run.world_size, run.nodes), has_host);
     changes.retain(|change| !change.is_in(config));
-    let search = Search { request, make, config, changes, batches, items: run.items };
+    let (items, planned) = (run.items, Cell::new(0));
+    let search = Search { request, make, config, changes, batches, items, planned };
     let start = Candidate { changes: vec![], about: vec![], settings: vec![], plan: run };
     let mut found = Found { planned: 1, front: vec![start], fitting: Vec::new() };
     let mut expanded = BTreeSet::new();
@@ -368,6 +383,7 @@ pub(super) fn search(
         found.fitting = fastest(&[&found.fitting[..], &new].concat());
         found.front = best(found.front.into_iter().chain(new).collect());
     }
+    search.show("");
     found
 }
 
