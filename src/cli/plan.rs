@@ -10,6 +10,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
 use fulgurite_core::config::PluginValue;
+use fulgurite_core::module::ActivationOffload;
 use fulgurite_core::run::{Devices, MemoryCheck};
 use fulgurite_core::run_plan::{Hardware, RunPlan};
 use fulgurite_core::trainer::{LightningModule, MakeParallelize, RunConfigOf, RunPurpose, Trainer};
@@ -57,9 +58,17 @@ pub(super) fn plan<M: LightningModule>(
     // The ranks' hosts are other ones.
     trainer.memory_check = MemoryCheck::Off;
     trainer.accelerator = PluginValue::new("cpu");
+    let hardware = hardware_of(request, trainer.plan_hardware.as_deref())?;
+    let to_host = trainer.activation_checkpointing.offload == Some(ActivationOffload::Host);
+    if to_host && hardware.host.is_none() {
+        return Err(Error::Config(format!(
+            "`trainer.activation_checkpointing`: offload = \"host\" moves activations from a device with memory of its \
+             own, and \"{}\" has none; name such hardware by --hardware (h100, or a table with `host`)",
+            hardware.name
+        )));
+    }
     let ranks = Trainer::check::<M>(&run, RunPurpose::Fit, parallelize)?;
-    let configured = run.trainer.plan_hardware.as_deref();
-    RunPlan::of::<M>(&run, ranks, parallelize, &hardware_of(request, configured)?)
+    RunPlan::of::<M>(&run, ranks, parallelize, &hardware)
 }
 
 /// The hardware that a plan is for. `configured` is `trainer.plan_hardware`.

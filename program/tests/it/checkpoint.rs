@@ -400,6 +400,32 @@ Options:
 }
 
 #[test]
+fn adapters_are_converted_for_peft() {
+    let scratch = Scratch::new();
+    scratch.checkpoint("c", 1);
+    let fixture = |name: &str| {
+        format!("{}/../plugins/models/tests/fixtures/{name}", env!("CARGO_MANIFEST_DIR"))
+    };
+    let error = scratch.fails("convert c x --to peft");
+    assert!(error.contains("`--to peft` is for adapters"), "{error}");
+    let convert = format!("convert {} out --to peft", fixture("gpt2_peft"));
+    let error = scratch.fails(&format!("{convert} --dtype bf16"));
+    assert!(error.contains("--dtype means nothing for this format"), "{error}");
+    let convert = format!("{convert} --base {}", fixture("gpt2"));
+    let said = scratch.ok(&convert);
+    assert!(said.contains("wrote out: adapters of"), "{said}");
+    assert_eq!(scratch.list("out"), ["adapter_config.json", "adapter_model.safetensors"]);
+    let error = scratch.fails(&convert);
+    assert!(error.contains("exists already"), "{error}");
+    scratch.ok(&format!("{convert} --overwrite"));
+    let error =
+        scratch.fails(&format!("convert out out --to peft --overwrite --base {}", fixture("gpt2")));
+    assert!(error.contains("is the input"), "{error}");
+    let error = scratch.fails(&format!("convert out y --to peft --base {}", fixture("missing")));
+    assert!(error.contains("missing"), "{error}");
+}
+
+#[test]
 fn results_as_json() {
     let scratch = Scratch::new();
     scratch.checkpoint("c", 1);

@@ -320,7 +320,7 @@ fn offloaded_memory_is_the_hosts() {
     // On the host's own cores there is nothing to offload to.
     let refused = fulgurite("plan", dir.path(), &[offload], &[]);
     let text = String::from_utf8_lossy(&refused.stderr).into_owned();
-    assert!(text.contains("the model is there already"), "{text}");
+    assert!(text.contains("by --hardware (h100, or a table with `host`)"), "{text}");
 }
 
 /// The optimizer of offloaded shards has its matrices on the host, between its ranks too.
