@@ -94,9 +94,9 @@ fn settings(rng: &mut Rng) -> Vec<String> {
     all
 }
 
-/// Bytes are equal. Planned memory is at most 5 % too low, and at most 5 % and 1.25 MiB too high: a
-/// thread keeps a buffer for products once it has taken part in one, and a plan's threads take part
-/// in others.
+/// Bytes are equal. Planned memory is at most 5 % too low, and at most 5 % and 1.25 MiB too high. A
+/// thread keeps a buffer for products once it has taken part in one. A plan's threads take part in
+/// others.
 #[test]
 fn random_runs_take_what_was_planned() {
     let (mut compared, mut refused) = (0, 0);
