@@ -269,8 +269,8 @@ struct PlanArgs {
     #[arg(long, value_name = "HOSTS")]
     nodes: Option<usize>,
 
-    /// Compute times on this hardware: cpu, cpu_amx, h100, h200, a100, b200, or a TOML file, as
-    /// `fulgurite bench hardware` writes it
+    /// Compute times on this hardware: cpu, cpu_release, cpu_amx, h100, h200, a100, b200, or a TOML
+    /// file, as `fulgurite bench hardware` writes it
     #[arg(long, value_name = "NAME|FILE")]
     hardware: Option<String>,
 
