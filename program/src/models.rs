@@ -7,7 +7,7 @@ use clap::Args;
 use fulgurite::cli::{Cli, ModuleEntry};
 use fulgurite_models::{
     CausalLm, Chat, Embedding, Grpo, ImageClassification, Kto, MaskedLm, Preference, Reward,
-    SequenceClassification, TextGeneration, TokenClassification,
+    Seq2SeqLm, SequenceClassification, TextGeneration, TokenClassification,
 };
 
 /// Arguments that the command line of a training program parses.
@@ -29,6 +29,7 @@ pub(crate) fn run() -> ExitCode {
         ModuleEntry::new::<Grpo>(),
         ModuleEntry::new::<Reward>(),
         ModuleEntry::new::<MaskedLm>(),
+        ModuleEntry::new::<Seq2SeqLm>(),
         ModuleEntry::new::<SequenceClassification>(),
         ModuleEntry::new::<TokenClassification>(),
         ModuleEntry::new::<ImageClassification>(),

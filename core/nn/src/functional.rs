@@ -284,20 +284,75 @@ pub fn masked_attention(
     scale: f64,
     mask: &Tensor,
 ) -> Result<Tensor> {
-    check_whole_sequences("masked_attention")?;
+    attend_explicitly("masked_attention", [q, k, v], scale, Some(mask), None)
+}
+
+/// `softmax(scale q k^T + bias) v`, as [`attention`] and [`masked_attention`]: attention with a
+/// learned term of its scores, such as [`RelativePositionBias`](super::RelativePositionBias).
+///
+/// `bias` is `[batch or 1, heads or 1, queries or 1, keys]`, and receives a gradient.
+///
+/// All probabilities are saved for backward, `batch * heads * queries * keys` numbers.
+///
+/// # Errors
+/// As [`masked_attention`], and if the bias has another shape.
+pub fn biased_attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    scale: f64,
+    bias: &Tensor,
+    mask: Option<&Tensor>,
+) -> Result<Tensor> {
+    attend_explicitly("biased_attention", [q, k, v], scale, mask, Some(bias))
+}
+
+fn attend_explicitly(
+    name: &str,
+    [q, k, v]: [&Tensor; 3],
+    scale: f64,
+    mask: Option<&Tensor>,
+    bias: Option<&Tensor>,
+) -> Result<Tensor> {
+    check_whole_sequences(name)?;
     // The check of the other kernel, in which heads follow positions.
     let [tq, tk, tv] = [q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?];
     attention_sizes(&tq, &tk, &tv)?;
     let (batch, heads, queries, _) = q.dims4()?;
-    let keys = k.dim(2)?;
-    let mask = attention_mask(mask, [batch, heads, queries, keys])?;
-    let attend = MaskedAttention { scale, mask };
+    let sizes = [batch, heads, queries, k.dim(2)?];
+    let mask = mask.map(|mask| attention_mask(mask, sizes)).transpose()?;
+    if let Some(bias) = bias.filter(|bias| bias.rank() != 4 || !fits(bias, sizes)) {
+        let [_, _, _, keys] = sizes;
+        return Err(Error::other(format!(
+            "attention of {queries} queries to {keys} keys, of {heads} heads and a batch of {batch}, takes \
+             a bias of shape [batch or 1, heads or 1, queries or 1, keys], got {:?}",
+            bias.dims()
+        )));
+    }
+    let attend = MaskedAttention { scale, mask, bias: bias.map(Tensor::detach) };
     let [sq, sk, sv] = [q.detach(), k.detach(), v.detach()];
     let (output, probabilities) = attend.forward([&sq, &sk, &sv])?;
     save_for_backward(&[&probabilities]);
-    record_function(&[q, k, v], output, move |_, grad| {
-        Ok(attend.backward([&sq, &sk, &sv], &probabilities, grad)?.map(Some).to_vec())
+    let Some(bias) = bias else {
+        return record_function(&[q, k, v], output, move |_, grad| {
+            let grads = attend.backward([&sq, &sk, &sv], &probabilities, grad)?;
+            Ok(grads.inputs.map(Some).to_vec())
+        });
+    };
+    // An operation of the graph has three inputs at most.
+    let keys_values = Tensor::cat(&[k, v], 3)?;
+    record_function(&[q, &keys_values, bias], output, move |_, grad| {
+        let grads = attend.backward([&sq, &sk, &sv], &probabilities, grad)?;
+        let [dq, dk, dv] = grads.inputs;
+        Ok(vec![Some(dq), Some(Tensor::cat(&[dk, dv], 3)?), grads.bias])
     })
+}
+
+/// Whether each size of a tensor of four dimensions is the wanted one or 1, and the last the wanted
+/// one.
+fn fits(tensor: &Tensor, sizes: [usize; 4]) -> bool {
+    let each = |(&got, want): (&usize, usize)| got == want || got == 1;
+    tensor.dims().iter().zip(sizes).all(each) && tensor.dims()[3] == sizes[3]
 }
 
 /// Returns the mask with dimensions `[batch, heads, queries, keys]`, each of that size or 1.
@@ -318,7 +373,5 @@ fn attention_mask(mask: &Tensor, sizes: [usize; 4]) -> Result<Tensor> {
         (DType::U8, 4) => mask.clone(),
         _ => return Err(wrong()),
     };
-    let fits = |(&got, want): (&usize, usize)| got == want || got == 1;
-    let fits = mask.dims().iter().zip(sizes).all(fits) && mask.dims()[3] == keys;
-    if fits { Ok(mask.detach()) } else { Err(wrong()) }
+    if fits(&mask, sizes) { Ok(mask.detach()) } else { Err(wrong()) }
 }

@@ -116,6 +116,14 @@ const OUTPUT: ParallelStyle =
 const ATTENTION: &[(&str, ParallelStyle)] =
     &[("q_proj", TO_CUT), ("k_proj", TO_CUT), ("v_proj", TO_CUT), ("o_proj", FROM_CUT)];
 
+const BIASED_ATTENTION: &[(&str, ParallelStyle)] = &[
+    ("position_bias", TO_CUT),
+    ("q_proj", TO_CUT),
+    ("k_proj", TO_CUT),
+    ("v_proj", TO_CUT),
+    ("o_proj", FROM_CUT),
+];
+
 /// A row of a layer with parameters, in a dtype of its own.
 const OWN: LayerRow = LayerRow {
     layer: "",
@@ -363,6 +371,38 @@ pub static LAYERS: &[LayerRow] = &[
             "as `Linear`, biases zero",
         ]),
         build: |b| module(MultiHeadAttention::new(b, &MultiHeadAttentionConfig::new(16, 4))?),
+        ..OWN
+    },
+    LayerRow {
+        layer: "RelativePositionBias",
+        shape: &[4, 7, 16],
+        plans: &[BIASED_ATTENTION],
+        docs: Docs::Parameters([
+            "`RelativePositionBias::new(b, &config)`, a term of the scores for `MultiHeadAttention::attend_to`",
+            "positions of queries and keys → `[1, heads, queries, keys]`",
+            "`weight [buckets, heads]`",
+            "zeros",
+        ]),
+        build: |b| {
+            let config = RelativePositionBiasConfig {
+                num_buckets: 4,
+                max_distance: 5,
+                init: Init::Normal { mean: 0.0, std: 1.0 },
+                ..RelativePositionBiasConfig::new(4, true)
+            };
+            let bias = RelativePositionBias::new(&b.pp("position_bias"), &config)?;
+            let config = MultiHeadAttentionConfig {
+                head_dim: Some(6),
+                scale: Some(0.6),
+                ..MultiHeadAttentionConfig::new(16, 4)
+            };
+            let attention = MultiHeadAttention::new(b, &config)?;
+            Ok(TableLayer::new(move |x| {
+                let (_, time, _) = x.dims3()?;
+                let bias = bias.forward(0..time, time)?;
+                attention.attend_to(x, &attention.keys_values(x)?, Some(&bias), None)
+            }))
+        },
         ..OWN
     },
     LayerRow {

@@ -84,6 +84,7 @@ mod predicted_classes;
 mod product;
 mod qk_norm;
 mod recurrent;
+mod relative_position_bias;
 mod residual;
 mod rope;
 mod rope_scaling;
@@ -118,7 +119,7 @@ pub use latent_attention::{LatentAttention, LatentAttentionConfig};
 pub use linear::Linear;
 pub use linear_cross_entropy::{LinearCrossEntropy, linear_cross_entropy};
 pub use mlp::{GatedMlp, GeluMlp, Mlp, MlpConfig, SwiGluMlp};
-pub use multi_head_attention::{MultiHeadAttention, MultiHeadAttentionConfig};
+pub use multi_head_attention::{KeysValues, MultiHeadAttention, MultiHeadAttentionConfig};
 pub use norm::{LayerNorm, RmsNorm};
 pub use pooling::{
     AdaptiveAvgPool2d, AdaptiveMaxPool2d, AvgPool2d, AvgPool2dConfig, MaxPool2d, MaxPool2dConfig,
@@ -126,6 +127,7 @@ pub use pooling::{
 pub use predicted_classes::{linear_predicted_classes, predicted_classes};
 pub use qk_norm::{QkNorm, QkNormScope};
 pub use recurrent::{Gru, Lstm, LstmState, RecurrentConfig};
+pub use relative_position_bias::{RelativePositionBias, RelativePositionBiasConfig};
 pub use residual::{FusedLayer, residual};
 pub use rope::{Rope, RopeConfig};
 pub use rope_scaling::RopeScaling;

@@ -15,6 +15,7 @@ mod callbacks;
 mod config;
 mod decoder;
 mod encoder;
+mod encoder_decoder;
 mod export;
 mod families;
 mod generation;
@@ -36,6 +37,7 @@ pub use encoder::{
     Classifier, ClassifierConfig, Encoder, EncoderConfig, EncoderInput, EncoderLayerConfig,
     InputConfig, MaskedLmConfig, MaskedLmHead, PatchConfig, Pooling, TextConfig,
 };
+pub use encoder_decoder::{DecodedTexts, EncoderDecoder, EncoderDecoderConfig, SourceTexts};
 pub use export::Export;
 pub use families::{Architecture, Description, FAMILIES, Family};
 pub use generation::{
@@ -49,8 +51,8 @@ pub use matching::{Match, Take};
 pub use modules::ImageClassification;
 pub use modules::{
     CausalLm, Chat, Embedding, GRPO_KEYS, Grpo, GrpoConfig, GrpoLoss, KTO_KEYS, Kto, MaskedLm,
-    ModelReward, PREFERENCE_KEYS, Preference, Reward, SampledAnswer, ScaleRewards,
-    SequenceClassification, TextGeneration, TokenClassification,
+    ModelReward, PREFERENCE_KEYS, Preference, Reward, SampledAnswer, ScaleRewards, Seq2SeqLm,
+    SequenceClassification, TextGeneration, TokenClassification, WritingConfig,
 };
 pub use peft::{PeftAdapter, PeftWritten};
 pub use recipes::{RECIPES, Recipe};

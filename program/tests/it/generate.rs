@@ -342,7 +342,7 @@ fn unusable_requests_start_no_rank() {
     assert_snapshot!(of("llama", &["--tokenizer", "bytes", "--prompt", ""]), @"error: data: prompt 0: the prompt is empty; a model continues at least one token");
     assert_snapshot!(of("gpt2", &["--prompt-ids", "3", "--max-new-tokens", "33"]), @"error: data: prompt 0: the prompt has 1 token, and the model 32 positions, of which 33 new tokens need 33; shorten the prompt, or ask for at most 32 new tokens");
     assert_snapshot!(of("phi3", &["--prompt-ids", "3,4", "--max-new-tokens", "9"]), @"error: data: prompt 0: the prompt has 2 tokens, and the frequencies of the rotary embedding change before 10 tokens, which changes keys that are cached; ask for at most 7 new tokens");
-    assert_snapshot!(of("bert_masked", &["--prompt-ids", "3"]), @r#"error: `model.type`: a model of type "bert" is an encoder, which does not predict the next token; choose another model, or another `module.type`"#);
+    assert_snapshot!(of("bert_masked", &["--prompt-ids", "3"]), @r#"error: `model.type`: a model of type "bert" is of another kind than this `module.type` needs: a decoder that continues texts, such as "llama"; choose another model, or another `module.type`"#);
     for (args, key) in [
         (["--temperature=-1", "--n=1"], "temperature"),
         (["--top-p", "2"], "top_p"),

@@ -231,7 +231,7 @@ fn modules_are_chosen_by_name() {
             "there is no module \"spiral\"; the modules are causal_lm, text_generation, chat",
         ),
         ("module={ type = \"causal_lm\", depth = 3 }", "`module.depth`: unknown key"),
-        ("model.type=bert", "is an encoder, which does not predict the next token"),
+        ("model.type=bert", "needs: a decoder that continues texts"),
     ] {
         let mut args = vec!["config", "check", "--set", set];
         args.extend(["--set", "data.path=Cargo.toml"]);

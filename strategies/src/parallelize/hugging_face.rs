@@ -10,7 +10,7 @@ use fulgurite_error::Result;
 use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::llama::{EXPERTS, LATENT};
+use super::llama::{EXPERTS, LATENT, LlamaPlan, has_stacks};
 use super::plan::{beside, inside, parallelize};
 
 /// `parallelize = "hf"`: a plan in the format of Hugging Face's model configurations
@@ -23,7 +23,7 @@ pub struct HuggingFacePlan {
     /// Patterns and style names. By default the plan of Hugging Face's Llama and
     /// `lm_head = "colwise_rep"`. If the head shares the embedding's weight, also
     /// `embed_tokens = "rowwise"`. Mixtures of experts and latent attention stay whole on every
-    /// rank.
+    /// rank. Encoder-decoders are cut as by the plan `llama`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub plan: Option<StyleNames>,
     /// The path of the base model, prepended to the patterns; `lm_head` is next to it. `""` if the
@@ -55,7 +55,7 @@ impl HuggingFacePlan {
     /// Builds the plan for a model.
     ///
     /// # Errors
-    /// None for deserialised names.
+    /// None for deserialised names and models of `fulgurite-models`.
     pub fn plan(&self, model: &ModuleTree) -> Result<Plan> {
         let path = |pattern: &str| match pattern.split('.').next() {
             Some("lm_head") => beside(&self.prefix, pattern),
@@ -63,6 +63,10 @@ impl HuggingFacePlan {
         };
         if let Some(StyleNames(names)) = &self.plan {
             return names.iter().map(|(p, name)| Ok((path(p), style(name)?))).collect();
+        }
+        if has_stacks(model, &self.prefix) {
+            let plan = LlamaPlan { prefix: self.prefix.clone(), ..LlamaPlan::default() };
+            return plan.plan(model);
         }
         let mut names = LLAMA.to_vec();
         let has = |pattern: &str| {

@@ -4,7 +4,9 @@ use std::collections::BTreeSet;
 
 use fulgurite_engine::mesh::DeviceMesh;
 use fulgurite_engine::module::{ModuleTree, glob_match};
-use fulgurite_engine::parallel::{Colwise, Layout, Plan, Rowwise, SequenceParallel};
+use fulgurite_engine::parallel::{
+    Colwise, Layout, ParallelStyle, Plan, PrepareModuleInput, Rowwise, SequenceParallel,
+};
 use fulgurite_engine::strategy::{ParallelizeConfig, ParallelizeFn};
 use fulgurite_error::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -16,7 +18,8 @@ use super::plan::{beside, inside, parallelize};
 ///
 /// Cuts the vocabulary of embedding and head, the attention heads and the inside of the MLPs.
 /// Mixtures of experts stay whole on every rank. The head, `lm_head` or `lm_head.decoder`, may
-/// share the embedding's weight. Other heads stay whole.
+/// share the embedding's weight. Other heads stay whole. The stacks of an encoder-decoder are cut
+/// alike, with attention to the encoder and the learned terms of scores, `position_bias`.
 #[derive(
     Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_config_derive::Documented,
 )]
@@ -53,6 +56,17 @@ const NORMS: [&str; 5] = [
     "layers.*.post_feedforward_layernorm",
     "norm",
 ];
+
+/// The paths of the stacks of layers below the model; a model has the first, or the others.
+const STACKS: [&str; 3] = ["", "encoder.", "decoder."];
+
+/// Whether the layers of a model stand in stacks.
+pub(super) fn has_stacks(model: &ModuleTree, prefix: &str) -> bool {
+    STACKS[1..].iter().any(|stack| {
+        let pattern = inside(prefix, &format!("{stack}layers.*.mlp.up_proj"));
+        model.modules().keys().any(|path| glob_match(&pattern, path))
+    })
+}
 
 /// A projection of experts.
 pub(super) const EXPERTS: &str = "layers.*.mlp.experts.up_proj";
@@ -100,6 +114,14 @@ impl LlamaPlan {
                     .to_owned(),
             ));
         }
+        let is_whole = !has_stacks(model, &self.prefix);
+        if self.sequence_parallel && !is_whole {
+            return Err(Error::Config(
+                "`trainer.strategy.parallelize.sequence_parallel` is for decoders, and this model has an encoder and a \
+                 decoder; leave it out, or write the plan out (`type = \"plan\"`)"
+                    .to_owned(),
+            ));
+        }
         let mut plan = Plan::new();
         if has("embed_tokens") {
             plan = plan.with(within("embed_tokens"), rowwise);
@@ -107,20 +129,41 @@ impl LlamaPlan {
         if has("embed_positions") && self.sequence_parallel {
             plan = plan.with(within("embed_positions"), rowwise);
         }
-        if has("layers.*.mlp.gate_proj") {
-            plan = plan.with(within("layers.*.mlp.gate_proj"), colwise);
-        }
-        if !has(LATENT) {
-            for name in ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"] {
-                plan = plan.with(within(&format!("layers.*.{name}")), colwise);
+        let stacks = STACKS.map(|stack| format!("{stack}layers.*"));
+        for (stack, layers) in STACKS.into_iter().zip(&stacks) {
+            // A model of one stack has what the plan names, or it is an error.
+            let needs = stack.is_empty() && is_whole;
+            let has_in = |name: &str| has(&format!("{layers}.{name}"));
+            let in_layers = |name: &str| within(&format!("{layers}.{name}"));
+            let mut cut = |name: &str, style: ParallelStyle| {
+                plan = std::mem::take(&mut plan).with(in_layers(name), style);
+            };
+            if has_in("mlp.gate_proj") {
+                cut("mlp.gate_proj", colwise.into());
             }
-            plan = plan.with(within("layers.*.self_attn.o_proj"), rowwise);
-        }
-        // Experts in place of all MLPs are computed whole on every rank.
-        if has("layers.*.mlp.up_proj") || !has(EXPERTS) {
-            plan = plan
-                .with(within("layers.*.mlp.up_proj"), colwise)
-                .with(within("layers.*.mlp.down_proj"), rowwise);
+            for attention in ["self_attn", "cross_attn"] {
+                let is_there = has_in(&format!("{attention}.q_proj"));
+                if has(LATENT) || !(is_there || (needs && attention == "self_attn")) {
+                    continue;
+                }
+                for name in ["q_proj", "k_proj", "v_proj"] {
+                    cut(&format!("{attention}.{name}"), colwise.into());
+                }
+                cut(&format!("{attention}.o_proj"), rowwise.into());
+            }
+            // Experts in place of all MLPs are computed whole on every rank.
+            if has_in("mlp.up_proj") || (needs && !has(EXPERTS)) {
+                cut("mlp.up_proj", colwise.into());
+                cut("mlp.down_proj", rowwise.into());
+            }
+            // Layers inside an MLP whose projections are layers of their own.
+            if has_in("mlp.dropout") {
+                let inside = PrepareModuleInput { input: Layout::LAST, desired: Layout::LAST };
+                cut("mlp.dropout", inside.into());
+            }
+            if has(&format!("{stack}position_bias")) {
+                plan = plan.with(within(&format!("{stack}position_bias")), Colwise::default());
+            }
         }
         if let Some(path) = head_path {
             plan = plan.with(path, head);

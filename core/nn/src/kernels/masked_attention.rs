@@ -1,4 +1,5 @@
-//! Masked attention, as tensor operations for any device. All probabilities are kept for backward.
+//! Attention with a mask or a bias of the scores, as tensor operations for any device. All
+//! probabilities are kept for backward.
 
 use candle_core::{D, DType, Tensor};
 
@@ -6,13 +7,23 @@ use crate::Result;
 use crate::backend::to_accumulation_dtype;
 use fulgurite_engine::autograd::storage;
 
-/// Scaled dot-product attention with a mask. Tensors are `[batch, heads, time, dim]`; the number of
-/// query heads is a multiple of the number of key heads.
+/// Scaled dot-product attention with a mask or a bias. Tensors are `[batch, heads, time, dim]`; the
+/// number of query heads is a multiple of the number of key heads.
 #[derive(Debug, Clone)]
 pub(crate) struct MaskedAttention {
     pub(crate) scale: f64,
     /// Whether a query attends to a key, u8, `[batch or 1, heads or 1, queries or 1, keys]`.
-    pub(crate) mask: Tensor,
+    pub(crate) mask: Option<Tensor>,
+    /// A term of the scores, `[batch or 1, heads or 1, queries or 1, keys]`.
+    pub(crate) bias: Option<Tensor>,
+}
+
+/// The gradients of an attention's inputs.
+pub(crate) struct MaskedGrads {
+    /// Of q, k and v.
+    pub(crate) inputs: [Tensor; 3],
+    /// Of the bias, in its shape and dtype.
+    pub(crate) bias: Option<Tensor>,
 }
 
 impl MaskedAttention {
@@ -21,12 +32,19 @@ impl MaskedAttention {
         let dtype = q.dtype();
         let (q, k) = (to_accumulation_dtype(q)?, repeat(&to_accumulation_dtype(k)?, q)?);
         let v = repeat(&to_accumulation_dtype(v)?, &q)?;
-        let scores = (q.matmul(&k.transpose(2, 3)?.contiguous()?)? * self.scale)?;
-        let mask = self.mask.broadcast_as(scores.shape())?;
-        let hidden = Tensor::new(f32::MIN, q.device())?.to_dtype(q.dtype())?;
-        let scores = mask.where_cond(&scores, &hidden.broadcast_as(scores.shape())?)?;
-        let exp = scores.broadcast_sub(&scores.max_keepdim(D::Minus1)?)?.exp()?;
-        let exp = (exp * mask.to_dtype(q.dtype())?)?;
+        let mut scores = (q.matmul(&k.transpose(2, 3)?.contiguous()?)? * self.scale)?;
+        if let Some(bias) = &self.bias {
+            scores = scores.broadcast_add(&to_accumulation_dtype(bias)?)?;
+        }
+        let mask = self.mask.as_ref().map(|mask| mask.broadcast_as(scores.shape())).transpose()?;
+        if let Some(mask) = &mask {
+            let hidden = Tensor::new(f32::MIN, q.device())?.to_dtype(q.dtype())?;
+            scores = mask.where_cond(&scores, &hidden.broadcast_as(scores.shape())?)?;
+        }
+        let mut exp = scores.broadcast_sub(&scores.max_keepdim(D::Minus1)?)?.exp()?;
+        if let Some(mask) = mask {
+            exp = (exp * mask.to_dtype(q.dtype())?)?;
+        }
         // A query with any key has a sum of at least 1; a query without keys gives zeros.
         let sum = exp.sum_keepdim(D::Minus1)?.maximum(1.0)?;
         let probabilities = exp.broadcast_div(&sum)?;
@@ -34,13 +52,13 @@ impl MaskedAttention {
         Ok((output, probabilities))
     }
 
-    /// Computes the gradients of q, k and v.
+    /// Computes the gradients of q, k, v and the bias.
     pub(crate) fn backward(
         &self,
         [q, k, v]: [&Tensor; 3],
         probabilities: &Tensor,
         grad: &Tensor,
-    ) -> Result<[Tensor; 3]> {
+    ) -> Result<MaskedGrads> {
         let (dtype, kv_heads) = (q.dtype(), k.dim(1)?);
         let (q, grad) = (to_accumulation_dtype(q)?, to_accumulation_dtype(grad)?);
         let k = repeat(&to_accumulation_dtype(k)?, &q)?;
@@ -49,14 +67,17 @@ impl MaskedAttention {
         let dv = turned.matmul(&grad)?;
         let dp = grad.matmul(&v.transpose(2, 3)?.contiguous()?)?;
         let level = (&dp * probabilities)?.sum_keepdim(D::Minus1)?;
-        let ds = ((dp.broadcast_sub(&level)? * probabilities)? * self.scale)?;
+        let ds = (dp.broadcast_sub(&level)? * probabilities)?;
+        let bias = self.bias.as_ref().map(|bias| sum_to(&ds, bias)).transpose()?;
+        let ds = (ds * self.scale)?;
         let dq = ds.matmul(&k)?;
         let dk = ds.transpose(2, 3)?.contiguous()?.matmul(&q)?;
-        Ok([
+        let inputs = [
             storage::cast(&dq, dtype)?,
             sum_groups(&dk, kv_heads, dtype)?,
             sum_groups(&dv, kv_heads, dtype)?,
-        ])
+        ];
+        Ok(MaskedGrads { inputs, bias })
     }
 }
 
@@ -79,4 +100,15 @@ fn sum_groups(grad: &Tensor, heads: usize, dtype: DType) -> Result<Tensor> {
         false => grad.reshape((batch, heads, all / heads, time, dim))?.sum(2)?,
     };
     storage::cast(&grad, dtype)
+}
+
+/// Sums a gradient over the dimensions in which `like` has size 1.
+fn sum_to(grad: &Tensor, like: &Tensor) -> Result<Tensor> {
+    let mut grad = grad.clone();
+    for (i, &size) in like.dims().iter().enumerate() {
+        if size != grad.dim(i)? {
+            grad = grad.sum_keepdim(i)?;
+        }
+    }
+    storage::cast(&grad, like.dtype())
 }

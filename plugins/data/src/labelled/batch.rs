@@ -40,7 +40,7 @@ pub struct TextBatch {
     /// The texts, pairs of texts or sentences of words; for rows of pairs the first text of each.
     pub texts: PaddedTexts,
     /// For rows of pairs the texts that belong to [`texts`](Self::texts), and those that do not, if
-    /// rows have them.
+    /// rows have them. For `"text_to_text"` the texts to write; none in a prediction.
     pub others: Vec<PaddedTexts>,
     /// The labels.
     pub labels: Labels,

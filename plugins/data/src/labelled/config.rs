@@ -25,8 +25,8 @@ const MAX_TOKENS: usize = 1 << 27;
 #[serde(default, deny_unknown_fields)]
 pub struct LabelledTextsConfig {
     /// The content of a row: `"texts"` (a text or a pair, and a label), `"words"` (a list of words,
-    /// and a list of their tags) or `"pairs"` (two texts that belong together, and optionally one
-    /// that does not).
+    /// and a list of their tags), `"pairs"` (two texts that belong together, and optionally one
+    /// that does not) or `"text_to_text"` (a text, and the text to write for it).
     #[serde(rename = "type")]
     pub kind: RowKind,
     /// Files and folders of rows for training. The extension says how they are read: `.jsonl` and
@@ -47,7 +47,8 @@ pub struct LabelledTextsConfig {
     /// By default 0.1, and 0 with a `validation_path`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation_fraction: Option<f64>,
-    /// The column (or key of a JSON object) of the text; by default `"text"`.
+    /// The column (or key of a JSON object) of the text, for types `"texts"` and `"text_to_text"`;
+    /// by default `"text"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub text_key: Option<String>,
     /// The column of the second text of a pair, such as a hypothesis; by default rows have one
@@ -76,6 +77,13 @@ pub struct LabelledTextsConfig {
     /// The column of a text that does not belong to the first, for type `"pairs"`; none by default.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub negative_key: Option<String>,
+    /// The column of the text to write, for type `"text_to_text"`; by default `"target"`. Rows of a
+    /// prediction need none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub target_key: Option<String>,
+    /// A text in front of each text, for type `"text_to_text"`, such as `"summarize: "`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub text_prefix: Option<String>,
     /// The names of the classes, in the order of the model's outputs. By default the names in
     /// `path`, sorted. A module that knows names from a `config.json` has its own order.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -118,6 +126,8 @@ impl Default for LabelledTextsConfig {
             anchor_key: None,
             positive_key: None,
             negative_key: None,
+            target_key: None,
+            text_prefix: None,
             labels: Vec::new(),
             tokenizer: None,
             pad_token: None,
@@ -131,7 +141,7 @@ impl Default for LabelledTextsConfig {
 
 /// The content of a row: `data.type` of labelled texts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "snake_case")]
 pub enum RowKind {
     /// A text or a pair of texts, and a label.
     Texts,
@@ -139,6 +149,8 @@ pub enum RowKind {
     Words,
     /// Two texts that belong together, and optionally one that does not.
     Pairs,
+    /// A text, and the text to write for it.
+    TextToText,
 }
 
 impl RowKind {
@@ -148,13 +160,14 @@ impl RowKind {
             Self::Texts => "texts",
             Self::Words => "words",
             Self::Pairs => "pairs",
+            Self::TextToText => "text_to_text",
         }
     }
 }
 
 impl ConfigType for RowKind {
     fn describe() -> String {
-        "`\"texts\"`, `\"words\"` or `\"pairs\"`".to_owned()
+        "`\"texts\"`, `\"words\"`, `\"pairs\"` or `\"text_to_text\"`".to_owned()
     }
 }
 
@@ -183,15 +196,27 @@ impl LabelledTextsConfig {
             .into_iter()
             .chain(optional("data.negative_key", &self.negative_key))
             .collect(),
+            RowKind::TextToText => vec![
+                column("data.text_key", &self.text_key, "text"),
+                column("data.target_key", &self.target_key, "target"),
+            ],
         }
     }
 
-    /// The column of labels or tags; `None` for pairs.
+    /// Number of the columns of texts that a row of a prediction needs.
+    pub(super) fn columns_of_predictions(&self) -> usize {
+        match self.kind {
+            RowKind::TextToText => 1,
+            _ => self.text_columns().len(),
+        }
+    }
+
+    /// The column of labels or tags; `None` for rows of texts alone.
     pub(super) fn label_column(&self) -> Option<Column> {
         let (key, name, default) = match self.kind {
             RowKind::Texts => ("data.label_key", &self.label_key, "label"),
             RowKind::Words => ("data.tags_key", &self.tags_key, "tags"),
-            RowKind::Pairs => return None,
+            RowKind::Pairs | RowKind::TextToText => return None,
         };
         Some(Column { key, name: name.clone().unwrap_or_else(|| default.to_owned()) })
     }
@@ -219,28 +244,32 @@ impl LabelledTextsConfig {
         let others = [("validation_path", self.validation_path.is_some())];
         check_validation(self.validation_fraction(), &others)?;
         let (texts, words, pairs) = (RowKind::Texts, RowKind::Words, RowKind::Pairs);
+        let to_text = RowKind::TextToText;
         for (key, given, of) in [
-            ("text_key", &self.text_key, texts),
-            ("text_pair_key", &self.text_pair_key, texts),
-            ("label_key", &self.label_key, texts),
-            ("tokens_key", &self.tokens_key, words),
-            ("tags_key", &self.tags_key, words),
-            ("anchor_key", &self.anchor_key, pairs),
-            ("positive_key", &self.positive_key, pairs),
-            ("negative_key", &self.negative_key, pairs),
+            ("text_key", &self.text_key, &[texts, to_text][..]),
+            ("text_pair_key", &self.text_pair_key, &[texts]),
+            ("label_key", &self.label_key, &[texts]),
+            ("tokens_key", &self.tokens_key, &[words]),
+            ("tags_key", &self.tags_key, &[words]),
+            ("anchor_key", &self.anchor_key, &[pairs]),
+            ("positive_key", &self.positive_key, &[pairs]),
+            ("negative_key", &self.negative_key, &[pairs]),
+            ("target_key", &self.target_key, &[to_text]),
+            ("text_prefix", &self.text_prefix, &[to_text]),
         ] {
-            if given.is_some() && self.kind != of {
+            if given.is_some() && !of.contains(&self.kind) {
                 return fail(format!(
                     "data.{key} is for data.type = \"{}\", and data.type is \"{}\"",
-                    of.name(),
+                    of[0].name(),
                     self.kind.name()
                 ));
             }
         }
-        if self.kind == pairs && !self.labels.is_empty() {
-            return fail(
-                "data.labels is not for data.type = \"pairs\", which has no labels".into(),
-            );
+        if [pairs, to_text].contains(&self.kind) && !self.labels.is_empty() {
+            return fail(format!(
+                "data.labels is not for data.type = \"{}\", which has no labels",
+                self.kind.name()
+            ));
         }
         let mut names: Vec<&String> = self.labels.iter().collect();
         names.sort_unstable();

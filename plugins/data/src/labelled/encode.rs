@@ -1,6 +1,6 @@
 //! Texts, pairs and lists of words as token ids, with a tokenizer's own special tokens.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use fulgurite_error::{Error, Result};
 use fulgurite_launch::catch_panic;
@@ -37,6 +37,7 @@ pub(super) enum Text {
 pub(super) struct TextEncoder {
     tokenizer: tokenizers::Tokenizer,
     growth: Growth,
+    file: PathBuf,
     /// The file, for messages.
     name: String,
     /// Whether each word of a list gets a space in front.
@@ -91,7 +92,11 @@ impl TextEncoder {
         let vocab_size = last.map_or(0, |id| id as usize + 1);
         let space_before_words =
             config.kind == RowKind::Words && lacks_prefix_space(&parts.pre_tokenizer);
-        Ok(Self { tokenizer, growth, name, space_before_words, pad_id, vocab_size, hash })
+        Ok(Self { tokenizer, growth, file, name, space_before_words, pad_id, vocab_size, hash })
+    }
+
+    pub(super) fn file(&self) -> &Path {
+        &self.file
     }
 
     /// Returns the tokens of a text, and whether it was cut.

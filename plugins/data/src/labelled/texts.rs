@@ -1,6 +1,7 @@
 //! [`LabelledTexts`].
 
 use std::hash::Hasher as _;
+use std::path::Path;
 
 use candle_core::Device;
 use fulgurite_engine::data::{DataContext, DataModule, DataReport, SourceReport, Split};
@@ -81,7 +82,8 @@ pub struct LabelledTexts {
 /// A tokenized row.
 #[derive(Debug, Clone, PartialEq)]
 struct Sample {
-    /// One text, pair or list of words; for rows of pairs two or three texts.
+    /// One text, pair or list of words; for rows of pairs two or three texts. For
+    /// `"text_to_text"` the text and the one to write.
     texts: Vec<Encoded>,
     label: Label,
     place: Place,
@@ -146,6 +148,11 @@ impl LabelledTexts {
         usize::from(self.last_segment) + 1
     }
 
+    /// The path of the tokenizer's file.
+    pub fn tokenizer_file(&self) -> &Path {
+        self.encoder.file()
+    }
+
     /// Tokens in a sample at most.
     pub fn seq_len(&self) -> usize {
         self.config.seq_len
@@ -162,6 +169,10 @@ impl LabelledTexts {
         let mut labels: Option<Option<LabelReader>> = None;
         let mut open = |key: &str, paths: &Paths, needs_labels: bool| -> Result<Source> {
             let mut source = SourceReport::new(key);
+            let texts = match needs_labels {
+                true => &texts[..],
+                false => &texts[..config.columns_of_predictions()],
+            };
             let required = if needs_labels { columns.len() } else { texts.len() };
             let rows = rows::read(key, paths.as_slice(), &columns, required, &mut source)?;
             let reader = match &labels {
@@ -173,7 +184,7 @@ impl LabelledTexts {
                     Some(reader) if needs_labels => reader.read(row, texts.len())?,
                     _ => Label::None,
                 };
-                let (texts, cut) = encode(config.kind, &texts, row, &encoder, &label)?;
+                let (texts, cut) = encode(config, texts, row, &encoder, &label)?;
                 Ok((Sample { texts, label, place: row.place.clone() }, cut))
             };
             // Labels are checked in all rows, and texts in some.
@@ -256,7 +267,7 @@ impl LabelledTexts {
 
 /// The texts of a row as tokens, and whether one was cut.
 fn encode(
-    kind: RowKind,
+    config: &LabelledTextsConfig,
     columns: &[Column],
     row: &Row,
     encoder: &TextEncoder,
@@ -277,7 +288,7 @@ fn encode(
             }
         }
     };
-    let texts = match (kind, columns.len()) {
+    let texts = match (config.kind, columns.len()) {
         (RowKind::Texts, 2) => vec![Text::Pair(text(0)?, text(1)?)],
         (RowKind::Texts, _) => vec![Text::One(text(0)?)],
         (RowKind::Words, _) => {
@@ -309,6 +320,15 @@ fn encode(
         }
         (RowKind::Pairs, count) => {
             (0..count).map(|i| text(i).map(Text::One)).collect::<Result<Vec<_>>>()?
+        }
+        (RowKind::TextToText, count) => {
+            let prefix = config.text_prefix.as_deref().unwrap_or_default();
+            let source = format!("{prefix}{}", text(0)?);
+            let target = (1..count).map(text);
+            std::iter::once(Ok(source))
+                .chain(target)
+                .map(|t| t.map(Text::One))
+                .collect::<Result<_>>()?
         }
     };
     let mut encoded = Vec::new();
@@ -458,6 +478,9 @@ impl DataModule for LabelledTexts {
             ("`data.seq_len`".to_owned(), self.config.seq_len.to_string()),
             ("the tokenizer".to_owned(), format!("{:032x}", self.encoder.hash)),
         ];
+        if let Some(prefix) = &self.config.text_prefix {
+            definition.push(("`data.text_prefix`".to_owned(), format!("{prefix:?}")));
+        }
         if let Some(names) = self.class_names() {
             definition.push(("the classes".to_owned(), names.join(", ")));
         }

@@ -150,7 +150,7 @@ impl ModelConfig {
     /// Whether the table has what a model needs, without `config.json`.
     fn is_complete(&self) -> bool {
         self.model_type.is_some()
-            && ["hidden_size", "n_embd"].iter().any(|key| self.values.contains_key(key))
+            && ["hidden_size", "n_embd", "d_model"].iter().any(|key| self.values.contains_key(key))
     }
 
     /// The path of the weights to start from, which need not exist.

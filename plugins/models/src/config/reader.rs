@@ -120,8 +120,16 @@ impl<'a> Reader<'a> {
 
     /// The standard deviation of initial weights.
     pub(crate) fn initializer_range(&self) -> Result<f64> {
-        let name = "initializer_range";
-        let value = self.number_or(name, 0.02)?;
+        self.deviation("initializer_range", 0.02)
+    }
+
+    /// The factor of the standard deviations of T5's initial weights.
+    pub(crate) fn initializer_factor(&self) -> Result<f64> {
+        self.deviation("initializer_factor", 1.0)
+    }
+
+    fn deviation(&self, name: &str, default: f64) -> Result<f64> {
+        let value = self.number_or(name, default)?;
         match (0.0..=1e3).contains(&value) {
             true => Ok(value),
             false => Err(self.wrong(name, format!("must be from 0 to 1000, found {value:?}"))),

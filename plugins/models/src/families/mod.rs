@@ -21,6 +21,7 @@ mod packing;
 mod phi3;
 mod qwen;
 mod smollm3;
+mod t5;
 mod vit;
 
 use std::path::Path;
@@ -31,6 +32,7 @@ use fulgurite_error::{Error, Result};
 use crate::config::{AUTO, ModelConfig, Reader};
 use crate::decoder::DecoderConfig;
 use crate::encoder::EncoderConfig;
+use crate::encoder_decoder::EncoderDecoderConfig;
 use crate::weights::{MappedSource, REFERENCE, WeightLayout};
 
 /// The description of a model.
@@ -89,6 +91,8 @@ pub enum Architecture {
     Decoder(Box<DecoderConfig>),
     /// An encoder, from token ids or pictures to hidden states.
     Encoder(Box<EncoderConfig>),
+    /// A decoder that attends to an encoder, from token ids to logits.
+    EncoderDecoder(Box<EncoderDecoderConfig>),
 }
 
 /// A kind of model.
@@ -132,6 +136,8 @@ pub const FAMILIES: &[Family] = &[
     family("roberta", "Roberta", bert::roberta),
     family("xlm-roberta", "XLMRoberta", bert::roberta),
     family("modernbert", "ModernBert", modernbert::modernbert),
+    family("t5", "T5", t5::t5),
+    family("mt5", "MT5", t5::mt5),
     family("vit", "ViT", vit::vit),
 ];
 
@@ -149,6 +155,10 @@ pub(crate) fn class_name(model_type: &str, module: &str) -> Option<String> {
         }
         "causal_lm" | "chat" | "preference" | "kto" | "grpo" if class == "GPT2" => "LMHeadModel",
         "causal_lm" | "chat" | "preference" | "kto" | "grpo" => "ForCausalLM",
+        _ if ["T5", "MT5"].contains(&class) => match module {
+            "seq2seq_lm" => "ForConditionalGeneration",
+            _ => return None,
+        },
         "masked_lm" => "ForMaskedLM",
         "sequence_classification" | "reward" => "ForSequenceClassification",
         "token_classification" => "ForTokenClassification",
@@ -184,6 +194,7 @@ impl ModelConfig {
             match &mut description.architecture {
                 Architecture::Decoder(decoder) => decoder.residual_dropout = dropout,
                 Architecture::Encoder(encoder) => encoder.residual_dropout = dropout,
+                Architecture::EncoderDecoder(model) => model.dropout = dropout,
             }
         }
         reader.finish()?;
@@ -206,20 +217,52 @@ impl ModelConfig {
     pub(crate) fn decoder_for(&mut self, keys: &[&str]) -> Result<DecoderConfig> {
         let Description { architecture, weights, .. } = self.describe_for(keys)?;
         let Architecture::Decoder(mut decoder) = architecture else {
-            return Err(Error::Config(format!(
-                "`model.type`: a model of type \"{}\" is an encoder, which does not predict the next token; choose \
-                 another model, or another `module.type`",
-                self.model_type()
-            )));
+            return Err(self.is_no("a decoder that continues texts, such as \"llama\""));
         };
         let directory = self.directory().ok().flatten().filter(|_| decoder.tied);
         if let Some(directory) = directory
             && has_two_heads(&directory, &weights)?
         {
+            warn_of_two_heads(&directory);
             self.set("tie_word_embeddings", false)?;
             decoder.tied = false;
         }
         Ok(*decoder)
+    }
+
+    /// Describes a model that must be an encoder-decoder, for a module that takes `keys` itself.
+    ///
+    /// Head and embedding are tied unless the weights to start from have both, with different
+    /// values, as in `transformers` 5; the configuration says so from then on.
+    ///
+    /// # Errors
+    /// As [`describe`](Self::describe), and if the model is of another kind.
+    pub(crate) fn encoder_decoder(&mut self, keys: &[&str]) -> Result<EncoderDecoderConfig> {
+        let Description { architecture, weights, .. } = self.describe_for(keys)?;
+        let Architecture::EncoderDecoder(mut model) = architecture else {
+            return Err(self.is_no("a decoder that attends to an encoder, such as \"t5\""));
+        };
+        let directory = self.directory().ok().flatten();
+        if let Some(directory) = directory {
+            let tied = !has_two_heads(&directory, &weights)?;
+            if model.tied && !tied {
+                warn_of_two_heads(&directory);
+            }
+            model.tied = tied;
+            // Without the key, scaling follows from the ties that the file names.
+            self.set("scale_decoder_outputs", model.scale_outputs)?;
+            self.set("tie_word_embeddings", tied)?;
+        }
+        Ok(*model)
+    }
+
+    /// The error of a model of another kind than a module needs.
+    pub(crate) fn is_no(&self, wanted: &str) -> Error {
+        Error::Config(format!(
+            "`model.type`: a model of type \"{}\" is of another kind than this `module.type` needs: {wanted}; choose \
+             another model, or another `module.type`",
+            self.model_type()
+        ))
     }
 
     fn family(&self) -> Result<&'static Family> {
@@ -248,13 +291,13 @@ fn has_two_heads(directory: &Path, layout: &WeightLayout) -> Result<bool> {
     let [head, embedding] = ["lm_head.weight", "model.embed_tokens.weight"];
     let source = MappedSource::new(fulgurite_checkpoint::open(directory)?, layout)?;
     let has_both = [head, embedding].iter().all(|name| source.info(name).is_some());
-    if !has_both || fulgurite_checkpoint::same_values(&source, head, embedding)? {
-        return Ok(false);
-    }
+    Ok(has_both && !fulgurite_checkpoint::same_values(&source, head, embedding)?)
+}
+
+fn warn_of_two_heads(directory: &Path) {
     tracing::warn!(
-        "{}: config.json says `tie_word_embeddings`, and `{head}` and `{embedding}` differ: they are not tied. Set it \
-         to false",
+        "{}: config.json says `tie_word_embeddings`, and the weights of head and embedding differ: they are not tied. \
+         Set it to false",
         directory.display()
     );
-    Ok(true)
 }

@@ -13,9 +13,10 @@ mod prompts;
 mod sampling;
 mod stop_tokens;
 mod text;
+mod writer;
 
 pub use answer::{Answer, End};
-pub use generate::{GenerationRanks, Generator, Prompt};
+pub use generate::Generator;
 pub use observer::GenerationObserver;
 use observer::TextObserver;
 pub use options::Generation;
@@ -23,3 +24,5 @@ pub use prompts::{PromptBatch, PromptSettings, Prompts, PromptsConfig};
 pub use sampling::Sampling;
 pub use stop_tokens::end_tokens;
 pub use text::AnswerText;
+pub use writer::{GenerationRanks, Prompt};
+pub(crate) use writer::{NextLogits, Writer};

@@ -58,11 +58,15 @@ pub(super) fn name_layers<M: LightningModule<Config = ModelConfig>>(
 pub(super) fn encoder(config: &ModelConfig, keys: &[&str]) -> Result<EncoderConfig> {
     match config.clone().describe_for(keys)?.architecture {
         Architecture::Encoder(encoder) => Ok(*encoder),
-        Architecture::Decoder(_) => Err(Error::Config(format!(
-            "`model.type`: a model of type \"{}\" is a decoder, and this `module.type` needs an encoder such as \"bert\"",
-            config.model_type()
-        ))),
+        Architecture::Decoder(_) | Architecture::EncoderDecoder(_) => {
+            Err(config.is_no("an encoder, such as \"bert\""))
+        }
     }
+}
+
+/// The error of an encoder-decoder in a module that takes decoders and encoders.
+pub(super) fn no_encoder_decoder(config: &ModelConfig) -> Error {
+    config.is_no("a decoder or an encoder, such as \"llama\" or \"bert\"")
 }
 
 /// Maps the names of a Hugging Face file to the names of module `M`, and leaves out other heads.
@@ -192,6 +196,7 @@ pub(super) fn fit_to_texts(
             InputConfig::Text(text) => (text.vocab_size, text.max_positions(), text.segments),
             InputConfig::Patches(_) => return Err(takes_pictures(config)),
         },
+        Architecture::EncoderDecoder(model) => (model.vocab_size, None, 0),
     };
     let TextSizes { ids, seq_len, segments: wanted, .. } = texts;
     if ids > vocab_size {

@@ -200,6 +200,7 @@ impl LightningModule for Embedding {
             Architecture::Decoder(decoder) => {
                 (Network::Decoder(Box::new(Decoder::without_head(&decoder, b)?)), true)
             }
+            Architecture::EncoderDecoder(_) => return Err(common::no_encoder_decoder(config)),
         };
         // Texts of other ranks are negatives.
         b.synchronise_batches();

@@ -48,6 +48,7 @@ impl FrozenReward {
                 InputConfig::Text(text) => text.max_positions(),
                 InputConfig::Patches(_) => None,
             },
+            Architecture::EncoderDecoder(_) => return Err(common::no_encoder_decoder(&config)),
         };
         let frozen = Self { config, positions, loaded: None };
         let source = frozen.weights()?;

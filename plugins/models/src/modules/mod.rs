@@ -12,6 +12,7 @@
 //! | `"masked_lm"` | [`MaskedLm`] | encoders of text | `TextData` |
 //! | `"sequence_classification"` | [`SequenceClassification`] | decoders, encoders of text | `LabelledTexts`, `"texts"` |
 //! | `"token_classification"` | [`TokenClassification`] | decoders, encoders of text | `LabelledTexts`, `"words"` |
+//! | `"seq2seq_lm"` | [`Seq2SeqLm`] | encoder-decoders | `LabelledTexts`, `"text_to_text"` |
 //! | `"embedding"` | [`Embedding`] | decoders, encoders of text | `LabelledTexts`, `"pairs"` |
 //! | `"image_classification"` | `ImageClassification` | encoders of pictures | `ImageFolder` |
 //!
@@ -39,12 +40,14 @@ mod preference_losses;
 mod reference;
 mod reward;
 mod scored_texts;
+mod seq2seq_config;
+mod seq2seq_lm;
 mod sequence_classification;
 mod text_generation;
 mod token_classification;
 
 /// The names of the modules in `module.type`.
-pub(crate) const MODULES: [&str; 12] = [
+pub(crate) const MODULES: [&str; 13] = [
     "causal_lm",
     "text_generation",
     "chat",
@@ -55,6 +58,7 @@ pub(crate) const MODULES: [&str; 12] = [
     "masked_lm",
     "sequence_classification",
     "token_classification",
+    "seq2seq_lm",
     "embedding",
     "image_classification",
 ];
@@ -71,6 +75,8 @@ pub use masked_lm::MaskedLm;
 pub use model_reward::ModelReward;
 pub use preference::{PREFERENCE_KEYS, Preference};
 pub use reward::Reward;
+pub use seq2seq_config::WritingConfig;
+pub use seq2seq_lm::Seq2SeqLm;
 pub use sequence_classification::SequenceClassification;
 pub use text_generation::TextGeneration;
 pub use token_classification::TokenClassification;

@@ -41,6 +41,7 @@ impl ScoredTexts {
                 Box::new(Decoder::without_head(&decoder, b)?),
                 Linear::with_init(&b.pp("score"), decoder.hidden_size, outputs, decoder.init())?,
             ),
+            Architecture::EncoderDecoder(_) => return Err(common::no_encoder_decoder(config)),
         })
     }
 

@@ -128,6 +128,7 @@ impl LightningModule for TokenClassification {
                     linear,
                 )
             }
+            Architecture::EncoderDecoder(_) => return Err(common::no_encoder_decoder(config)),
         };
         Ok(Self { network, names, map: ClassMap::default() })
     }

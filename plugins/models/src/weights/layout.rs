@@ -53,7 +53,7 @@ struct Rule {
 
 impl WeightLayout {
     /// A layout in which all names are equal, for files in which the model without its head is at
-    /// `prefix`.
+    /// `prefix`; empty if it is at the root beside the head.
     pub fn new(prefix: &str) -> Self {
         Self {
             prefix: prefix.to_owned(),

@@ -32,7 +32,8 @@ impl<S: TensorSource> MappedSource<S> {
         layout.check()?;
         let source = PackedSource::new(source, layout.packing());
         let prefix = format!("{}.", layout.prefix());
-        let base_only = !source.names().iter().any(|name| name.starts_with(&prefix));
+        let has_prefix = || source.names().iter().any(|name| name.starts_with(&prefix));
+        let base_only = !layout.prefix().is_empty() && !has_prefix();
         let (mut tensors, mut unreadable) = (BTreeMap::new(), BTreeMap::new());
         let mut stacks = Stacks::default();
         for file in source.names() {

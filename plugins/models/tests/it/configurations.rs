@@ -6,7 +6,7 @@ use fulgurite::prelude::*;
 use fulgurite_models::{Architecture, DecoderConfig, Description, Export, FAMILIES, ModelConfig};
 use serde_json::{Value, json};
 
-use crate::fixtures::{DECODERS, ENCODERS, fixture};
+use crate::fixtures::{DECODERS, ENCODERS, SEQ2SEQ, fixture};
 
 fn table(toml: &str) -> Result<ModelConfig> {
     toml::from_str(toml).map_err(|e| Error::other(e.message().to_owned()))
@@ -52,6 +52,7 @@ fn each_family_has_a_fixture() {
     let types: Vec<String> = DECODERS
         .into_iter()
         .chain(ENCODERS)
+        .chain(SEQ2SEQ)
         .map(|name| {
             let mut config = ModelConfig::default();
             config.start_from(fixture(name));

@@ -50,6 +50,9 @@ pub(crate) const ENCODERS: [&str; 9] = [
     "vit",
 ];
 
+/// All encoder-decoders.
+pub(crate) const SEQ2SEQ: [&str; 3] = ["t5", "t5_gated", "mt5"];
+
 pub(crate) fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
 }

@@ -416,7 +416,8 @@ fn models_beyond_llama_cpp_are_refused() {
             "beta_fast",
         ),
         ("llama_classes", json!({}), "`lm_head.weight`"),
-        ("bert_masked", json!({}), "encoder"),
+        ("bert_masked", json!({}), "of another kind"),
+        ("t5", json!({}), "of another kind"),
         ("llama", json!({ "intermediate_size": 40 }), "config.json describes"),
     ];
     for (name, changes, expected) in cases {

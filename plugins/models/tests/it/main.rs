@@ -1,6 +1,7 @@
 //! Tests of the models: against transformers, of configurations, and of weights' layouts.
 
 mod configurations;
+mod encoder_decoders;
 mod expert_adapters;
 mod experts;
 mod fixtures;

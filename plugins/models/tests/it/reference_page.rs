@@ -8,7 +8,7 @@ use fulgurite_data::{
     ChatDataConfig, LabelledTextsConfig, PreferenceDataConfig, PromptDataConfig, TableConfig,
     TextDataConfig,
 };
-use fulgurite_models::{GrpoConfig, KEYS};
+use fulgurite_models::{GrpoConfig, KEYS, WritingConfig};
 use serde::Serialize;
 
 const INTRODUCTION: &str = "# Keys of models and data
@@ -38,6 +38,7 @@ fn page() -> String {
     }
     page += "\n";
     section::<GrpoConfig>(&mut page, "model.grpo", "of `grpo`");
+    section::<WritingConfig>(&mut page, "model.generation", "of `seq2seq_lm`");
     section::<TextDataConfig>(&mut page, "data", "of `causal_lm` and `masked_lm`");
     section::<ChatDataConfig>(&mut page, "data", "of `chat`");
     section::<PreferenceDataConfig>(&mut page, "data", "of `preference`, `reward` and `kto`");
@@ -45,7 +46,7 @@ fn page() -> String {
     section::<LabelledTextsConfig>(
         &mut page,
         "data",
-        "of `sequence_classification`, `token_classification` and `embedding`",
+        "of `sequence_classification`, `token_classification`, `embedding` and `seq2seq_lm`",
     );
     section::<TableConfig>(&mut page, "data", "of modules that take a `Table`");
     page.truncate(page.trim_end().len());

@@ -11,7 +11,7 @@ use fulgurite::data::{
     ChatDataConfig, LabelledTextsConfig, PreferenceDataConfig, PromptDataConfig, TableConfig,
     TextDataConfig,
 };
-use fulgurite_models::{GrpoConfig, ModelConfig, PromptsConfig};
+use fulgurite_models::{GrpoConfig, ModelConfig, PromptsConfig, WritingConfig};
 use toml::{Table, Value};
 
 use super::page::Page;
@@ -87,6 +87,9 @@ impl Keys {
         }
         for key in documented_keys::<GrpoConfig>().unwrap() {
             add("model.grpo", &key.name);
+        }
+        for key in documented_keys::<WritingConfig>().unwrap() {
+            add("model.generation", &key.name);
         }
         for key in documented_keys::<TableConfig>().unwrap() {
             add("data", &key.name);

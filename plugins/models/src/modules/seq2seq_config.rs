@@ -1,0 +1,59 @@
+//! The table `[model.generation]` of `seq2seq_lm`.
+
+use fulgurite_config::to_table;
+use fulgurite_error::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+use crate::config::{ModelConfig, Reader};
+use crate::generation::{Generation, Sampling};
+
+/// The table `[model.generation]`: how `seq2seq_lm` writes texts in `predict`.
+///
+/// ```toml
+/// [model.generation]
+/// max_new_tokens = 128
+/// repetition_penalty = 1.2
+/// ```
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config_derive::Documented)]
+#[serde(deny_unknown_fields, default)]
+pub struct WritingConfig {
+    /// The most tokens of a text.
+    pub max_new_tokens: usize,
+    /// Divides the positive logits of tokens in the text so far, and multiplies their negative
+    /// ones; 1 changes nothing.
+    pub repetition_penalty: f64,
+}
+
+impl Default for WritingConfig {
+    fn default() -> Self {
+        let Generation { max_new_tokens, sampling, .. } = Generation::default();
+        Self { max_new_tokens, repetition_penalty: sampling.repetition_penalty }
+    }
+}
+
+impl WritingConfig {
+    /// Reads the table of a model's configuration.
+    ///
+    /// # Errors
+    /// If a key is unknown, or a value out of its range.
+    pub(super) fn of(config: &ModelConfig) -> Result<Self> {
+        let table = Reader::new(config).table("generation")?.cloned().unwrap_or_default();
+        let own: Self = fulgurite_config::parse_at("model.generation", to_table(&table)?)?;
+        match own.generation().check() {
+            Err(Error::Config(message)) => {
+                Err(Error::Config(message.replacen('`', "`model.generation.", 1)))
+            }
+            checked => checked.map(|()| own),
+        }
+    }
+
+    /// How texts are written, each token the most likely one; without end tokens.
+    pub(super) fn generation(&self) -> Generation {
+        let repetition_penalty = self.repetition_penalty;
+        Generation {
+            max_new_tokens: self.max_new_tokens,
+            sampling: Sampling { repetition_penalty, ..Sampling::default() },
+            ..Generation::default()
+        }
+    }
+}
