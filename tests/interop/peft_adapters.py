@@ -15,7 +15,10 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file
 
-KINDS = dict(ForCausalLM="AutoModelForCausalLM", ForSequenceClassification="AutoModelForSequenceClassification")
+KINDS = dict(
+    ForCausalLM="AutoModelForCausalLM", ForSequenceClassification="AutoModelForSequenceClassification",
+    ForConditionalGeneration="AutoModelForSeq2SeqLM",
+)
 
 
 def logits(directory, inputs, adapter=None):
@@ -37,6 +40,8 @@ def main():
         recorded = load_file(Path(base) / "expected.safetensors")
         names = dict(input_ids="input_ids", mask="attention_mask", segments="token_type_ids")
         inputs = {theirs: recorded[ours] for ours, theirs in names.items() if ours in recorded}
+        if hf.AutoConfig.from_pretrained(base).is_encoder_decoder:
+            inputs |= dict(labels=recorded["targets"], use_cache=False)
         plain = logits(base, inputs)
         expected, found = logits(merged, inputs), logits(base, inputs, adapter)
         changed = (expected - plain).abs().max().item()

@@ -3,7 +3,7 @@
 transformers_logits.py DIRECTORY EXPECTED.safetensors [DIRECTORY EXPECTED.safetensors ...]
 
 EXPECTED has `logits`, and `input_ids` with `mask` and `segments`, or `pictures`, as
-`tests/fixtures/*/expected.safetensors` do.
+`tests/fixtures/*/expected.safetensors` do. For a decoder that attends to an encoder it has `targets`, too.
 """
 
 import json
@@ -32,6 +32,8 @@ def compare(directory, expected_path):
     }
     inputs = {key: expected[name] for name, key in names.items() if name in expected}
     inputs = {key: value if value.is_floating_point() else value.long() for key, value in inputs.items()}
+    if model.config.is_encoder_decoder:
+        inputs |= dict(labels=expected["targets"], use_cache=False)
     model.eval()
     with torch.no_grad():
         logits = model(**inputs).logits

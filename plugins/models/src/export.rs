@@ -208,6 +208,9 @@ fn config_json(
         };
         all.insert((*key).to_owned(), value);
     }
+    if let Architecture::EncoderDecoder(model) = &description.architecture {
+        all.entry("decoder_start_token_id").or_insert(model.start_token.into());
+    }
     // Encoders that count positions from behind the id of padding need it.
     if let Architecture::Encoder(encoder) = &description.architecture
         && let InputConfig::Text(TextConfig { first_position: first @ 1.., .. }) = encoder.input

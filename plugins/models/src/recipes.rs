@@ -48,6 +48,7 @@ recipes![
     "classification",
     "token_classification",
     "embedding",
+    "text_to_text",
     "masked_lm",
     "vision",
 ];

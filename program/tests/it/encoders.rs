@@ -1,4 +1,5 @@
-//! `fulgurite fit` on the encoders of `fulgurite-models`, from the weights of the fixtures.
+//! `fulgurite fit` on the encoders of `fulgurite-models`, and decoders that attend to one, from the
+//! weights of the fixtures.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,7 +9,7 @@ use serde_json::json;
 use crate::models::{assert_close, losses_of, root};
 use crate::tasks::folder;
 
-/// A tiny encoder of `plugins/models/tests/fixtures`, and what trains it.
+/// A tiny model of `plugins/models/tests/fixtures`, and what trains it.
 pub(crate) struct Encoder {
     pub(crate) name: &'static str,
     sets: &'static [&'static str],
@@ -49,7 +50,16 @@ const PAIRS: &[&str] = &[
     "data.seq_len=12",
 ];
 
-pub(crate) const ENCODERS: [Encoder; 11] = [
+const TEXT_TO_TEXT: &[&str] = &[
+    "module.type=seq2seq_lm",
+    "data.type=text_to_text",
+    "data.path=written.jsonl",
+    "data.text_prefix='film: '",
+    "data.tokenizer=tokenizer.json",
+    "data.seq_len=12",
+];
+
+pub(crate) const ENCODERS: [Encoder; 14] = [
     Encoder { name: "bert_masked", sets: MASKED },
     Encoder { name: "bert_classes", sets: CLASSES },
     Encoder { name: "bert_tokens", sets: WORDS },
@@ -62,6 +72,9 @@ pub(crate) const ENCODERS: [Encoder; 11] = [
     Encoder { name: "bert_reward", sets: PAIRS },
     // A decoder with a head that the encoders have too.
     Encoder { name: "llama_reward", sets: PAIRS },
+    Encoder { name: "t5", sets: TEXT_TO_TEXT },
+    Encoder { name: "t5_gated", sets: TEXT_TO_TEXT },
+    Encoder { name: "mt5", sets: TEXT_TO_TEXT },
 ];
 
 impl Encoder {
@@ -99,6 +112,9 @@ pub(crate) fn data() -> tempfile::TempDir {
     };
     let rows: String = (0..40).map(|i| format!("{}\n", row(i))).collect();
     fs::write(dir.path().join("judged.jsonl"), rows).unwrap();
+    let row = |i: usize| json!({"text": texts[i % 5], "target": texts[(i + i / 5) % 5]});
+    let rows: String = (0..40).map(|i| format!("{}\n", row(i))).collect();
+    fs::write(dir.path().join("written.jsonl"), rows).unwrap();
     // `transformers` finds the last token of a text by its padding.
     let padding = json!({"pad_token": "[PAD]"}).to_string();
     fs::write(dir.path().join("tokenizer_config.json"), padding).unwrap();

@@ -32,6 +32,10 @@ fn small(name: &str) -> Vec<String> {
         "token_classification" => {
             (Some("bert_tokens"), &["model.num_labels=3", NEW_HEAD, "data.path=tags.jsonl"])
         }
+        "text_to_text" => (
+            Some("t5"),
+            &["data.path=pairs.jsonl", "data.text_key=anchor", "data.target_key=positive"],
+        ),
         "embedding" => (Some("bert_masked"), &["data.path=pairs.jsonl"]),
         "masked_lm" => (Some("bert_masked"), &["data.type=lines", "data.path=lines.txt"]),
         "vision" => (Some("vit"), &["data.height=12", "data.width=12"]),
@@ -71,7 +75,7 @@ fn small(name: &str) -> Vec<String> {
     match name {
         "vision" => {}
         "pretrain" => keys.push("data.seq_len=16".to_owned()),
-        "classification" | "token_classification" | "embedding" | "masked_lm" => {
+        "classification" | "token_classification" | "embedding" | "text_to_text" | "masked_lm" => {
             keys.extend(["data.seq_len=12", "data.tokenizer=tokenizer.json"].map(str::to_owned));
         }
         _ => keys.push("trainer.accumulate_grad_batches=1".to_owned()),

@@ -447,6 +447,14 @@ impl DataModule for LabelledTexts {
         config.batch_size
     }
 
+    fn items(config: &LabelledTextsConfig) -> &'static str {
+        match config.kind {
+            RowKind::Texts | RowKind::Pairs => "samples",
+            RowKind::Words => "words",
+            RowKind::TextToText => "tokens",
+        }
+    }
+
     fn shuffle(config: &LabelledTextsConfig) -> bool {
         config.shuffle
     }

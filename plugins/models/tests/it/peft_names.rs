@@ -9,8 +9,8 @@ use fulgurite::core::module::{Adapters, ForeignNames as _, ForeignPart, ModuleIn
 use fulgurite::core::trainer::LightningModule;
 use fulgurite::prelude::*;
 use fulgurite_models::{
-    CausalLm, GgufAdapter, GgufOptions, MappedSource, ModelConfig, PeftAdapter,
-    SequenceClassification,
+    CausalLm, GgufAdapter, GgufOptions, MappedSource, ModelConfig, PeftAdapter, Seq2SeqLm,
+    SequenceClassification, SourceTexts,
 };
 use fulgurite_test_support::training::strategy;
 
@@ -101,6 +101,28 @@ fn adapters_of_classifiers_compute_as_in_peft() {
                 .unwrap();
         assert_same(name, &module.forward(&texts(name)).unwrap(), &expected["logits"]);
     }
+}
+
+#[test]
+fn adapters_of_t5_compute_as_in_peft() {
+    let directory = fixture("t5_peft");
+    let expected = tensors("t5_peft", "expected.safetensors");
+    let recorded = tensors("t5", "expected.safetensors");
+    let (_fabric, module) =
+        load::<Seq2SeqLm>("t5", None, adapters(&directory), Some(&directory)).unwrap();
+    let tokens = ids(&recorded["input_ids"]);
+    let mask = recorded["mask"].to_dtype(DType::U8).unwrap();
+    let source = SourceTexts { ids: &tokens, mask: Some(&mask) };
+    let logits = module.model().forward(source, &recorded["targets"]).unwrap();
+    assert_same("t5", &logits, &expected["logits"]);
+    // PEFT's default targets of T5, in all attentions.
+    let targets = Adapters::new(["q", "v"]);
+    let (fabric, _) = load::<Seq2SeqLm>("t5", None, Some(targets), None).unwrap();
+    let trained = fabric.module_tree().unwrap().trainable();
+    let layers = trained.filter(|p| p.fqn().ends_with("lora_A.weight")).map(|p| p.fqn());
+    let layers: Vec<&str> = layers.map(|name| name.rsplit_once(".lora_A").unwrap().0).collect();
+    assert_eq!(layers.len(), 2 * (2 + 2 * 2), "{layers:?}");
+    assert!(layers.contains(&"model.decoder.layers.1.cross_attn.v_proj"), "{layers:?}");
 }
 
 #[test]
@@ -229,6 +251,8 @@ fn patterns_are_translated() {
     assert_eq!(modules("gpt2", "h.1.attn.c_proj"), ".model.layers.1.self_attn.o_proj");
     assert_eq!(modules("gpt2", ".transformer.h.1.mlp.c_fc"), ".model.layers.1.mlp.up_proj");
     assert_eq!(modules("gpt2", ".h.1.mlp.c_fc"), "");
+    let decoder = ".model.decoder.layers.*";
+    assert_eq!(modules("t5", "EncDecAttention.q"), format!("{decoder}.cross_attn.q_proj"));
     // These are the model's own names.
     for (name, pattern) in
         [("llama", "q_proj"), ("gpt2", "q_proj"), ("gpt2", "fc"), ("phi3", "mlp")]
@@ -325,6 +349,7 @@ fn adapters_are_written_as_peft_writes_them() {
             written_again::<SequenceClassification>(name, &adapter, own.path(), |_| ()).unwrap();
         case(name, &adapter, written);
     }
+    case("t5", "t5_peft", written_again::<Seq2SeqLm>("t5", "t5_peft", own.path(), |_| ()).unwrap());
 }
 
 /// Parts of a fused layer that were trained apart have blocks of their own.
