@@ -99,3 +99,51 @@ DEVICE void attention_softmax_backward_row(const float *scores, const float *gra
     }
 FOR_EACH_FLOAT(DEFINE)
 #undef DEFINE
+
+// The place of a row's first value in a mask or a bias whose sizes may be 1: strides are 0 there.
+struct Strides {
+    u32 batch, head, query;
+};
+
+DEVICE u64 place_in(Strides strides, u32 heads, u32 queries) {
+    u32 head = blockIdx.x / queries;
+    return (u64)(head / heads) * strides.batch + (u64)(head % heads) * strides.head +
+           (u64)(blockIdx.x % queries) * strides.query;
+}
+
+// Softmax with a mask or a bias, either of which may be null, in place: one block per row of scores,
+// `[batch, heads, queries, keys]`. A row without any key becomes zeros.
+KERNEL masked_softmax(float *scores, const u8 *mask, const float *bias, u32 heads, u32 queries, u32 keys,
+                      u32 mask_batch, u32 mask_head, u32 mask_query, u32 bias_batch, u32 bias_head, u32 bias_query) {
+    SHARED(float, scratch, WARPS);
+    float *row = scores + (u64)blockIdx.x * keys;
+    if (mask) mask += place_in({mask_batch, mask_head, mask_query}, heads, queries);
+    if (bias) bias += place_in({bias_batch, bias_head, bias_query}, heads, queries);
+    float most = -__uint_as_float(0x7f800000u);
+    for (u32 i = threadIdx.x; i < keys; i += THREADS) {
+        float z = bias ? row[i] + bias[i] : row[i];
+        if (!mask || mask[i]) most = z > most ? z : most;
+    }
+    most = block_max(most, scratch);
+    float sum = 0;
+    for (u32 i = threadIdx.x; i < keys; i += THREADS) {
+        float z = bias ? row[i] + bias[i] : row[i];
+        row[i] = !mask || mask[i] ? expf(z - most) : 0.0f;
+        sum += row[i];
+    }
+    sum = block_sum(sum, scratch);
+    for (u32 i = threadIdx.x; i < keys; i += THREADS) row[i] = sum > 0 ? row[i] / sum : 0.0f;
+}
+
+// The gradient of the scores, times `scale`, in the place of that of the probabilities: one block
+// per row.
+KERNEL masked_softmax_backward(const float *probabilities, float *grad, u32 keys, float scale) {
+    SHARED(float, scratch, WARPS);
+    u64 row = (u64)blockIdx.x * keys;
+    float level = 0;
+    for (u32 i = threadIdx.x; i < keys; i += THREADS) level += grad[row + i] * probabilities[row + i];
+    level = block_sum(level, scratch);
+    for (u32 i = threadIdx.x; i < keys; i += THREADS) {
+        grad[row + i] = (grad[row + i] - level) * probabilities[row + i] * scale;
+    }
+}

@@ -115,7 +115,7 @@ macro_rules! pointees {
     })*};
 }
 pointees!(
-    f32 => "float", f64 => "double", u32 => "u32", u64 => "u64", Bf16 => "bf16", F16 => "f16", Unknown => "void"
+    f32 => "float", f64 => "double", u8 => "u8", u32 => "u32", u64 => "u64", Bf16 => "bf16", F16 => "f16", Unknown => "void"
 );
 
 /// An element type with compiled kernels.

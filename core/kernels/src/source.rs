@@ -13,7 +13,7 @@ pub enum Source {
     Views,
     /// Norms, SwiGLU and rotary position embedding.
     Rows,
-    /// Softmax of attention scores.
+    /// Softmax of attention scores, also with a mask or a bias.
     Attention,
     /// Attention without scores in memory, for heads of up to 128 elements.
     Flash,
@@ -27,11 +27,15 @@ pub enum Source {
     Dropout,
     /// Cross entropy, and the gradient of an embedding.
     Loss,
+    /// Pooling over two dimensions.
+    Pooling,
+    /// Steps of a GRU or an LSTM.
+    Recurrent,
 }
 
 impl Source {
     /// All files.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 14] = [
         Self::GradNorm,
         Self::Optimizer,
         Self::Copies,
@@ -44,6 +48,8 @@ impl Source {
         Self::FlashWideGeneral,
         Self::Dropout,
         Self::Loss,
+        Self::Pooling,
+        Self::Recurrent,
     ];
 
     /// Returns the file's name without its extension.
@@ -61,6 +67,8 @@ impl Source {
             Self::FlashWideGeneral => "flash_wide_general",
             Self::Dropout => "dropout",
             Self::Loss => "loss",
+            Self::Pooling => "pooling",
+            Self::Recurrent => "recurrent",
         }
     }
 
@@ -88,6 +96,8 @@ impl Source {
             Self::FlashWideGeneral => concat!("#define WIDE\n#define GENERAL\n", flash!()),
             Self::Dropout => include_str!("../kernels/dropout.cu"),
             Self::Loss => include_str!("../kernels/loss.cu"),
+            Self::Pooling => include_str!("../kernels/pooling.cu"),
+            Self::Recurrent => include_str!("../kernels/recurrent.cu"),
         };
         let packs = match self {
             Self::Rows | Self::Loss => include_str!("../kernels/packs.cu"),

@@ -361,6 +361,129 @@ kernels! {
         /// `out +=` the sum of rows, one block per 256 columns.
         fn add_rows(sums: In<f32>, rows: u32, n: u32, out: Out<f32>);
     }
+    Attention {
+        /// Softmax of scores with a mask or a bias, in place, one block per row.
+        fn masked_softmax(
+            scores: Out<f32>,
+            mask: In<u8>,
+            bias: In<f32>,
+            heads: u32,
+            queries: u32,
+            keys: u32,
+            mask_batch: u32,
+            mask_head: u32,
+            mask_query: u32,
+            bias_batch: u32,
+            bias_head: u32,
+            bias_query: u32,
+        );
+        /// The gradient of scores, in place of the probabilities', one block per row.
+        fn masked_softmax_backward(
+            probabilities: In<f32>,
+            grad: Out<f32>,
+            keys: u32,
+            scale: f32,
+        );
+    }
+    Pooling {
+        /// The largest element of each window and its place, one block per chunk of outputs.
+        fn max_pool(
+            x: In<f32>,
+            windows: In<u32>,
+            y: Out<f32>,
+            picked: Out<u32>,
+            n: u64,
+            rows: u32,
+            columns: u32,
+            height: u32,
+            width: u32,
+        );
+        /// The gradient of the input of `max_pool`, one block per chunk of inputs.
+        fn max_pool_backward(
+            picked: In<u32>,
+            grad: In<f32>,
+            covers: In<u32>,
+            dx: Out<f32>,
+            n: u64,
+            rows: u32,
+            columns: u32,
+            height: u32,
+            width: u32,
+        );
+        /// The mean of each window, one block per chunk of outputs.
+        fn mean_pool(
+            x: In<f32>,
+            windows: In<u32>,
+            y: Out<f32>,
+            n: u64,
+            rows: u32,
+            columns: u32,
+            height: u32,
+            width: u32,
+            divisor: u32,
+        );
+        /// The gradient of the input of `mean_pool`, one block per chunk of inputs.
+        fn mean_pool_backward(
+            grad: In<f32>,
+            windows: In<u32>,
+            covers: In<u32>,
+            dx: Out<f32>,
+            n: u64,
+            rows: u32,
+            columns: u32,
+            height: u32,
+            width: u32,
+            divisor: u32,
+        );
+    }
+    Recurrent {
+        /// One step of a GRU, one block per chunk of the states.
+        fn gru_step(
+            gates: Out<f32>,
+            product: In<f32>,
+            bias: In<f32>,
+            before: In<f32>,
+            kept: Out<f32>,
+            hidden: Out<f32>,
+            n: u64,
+            width: u64,
+        );
+        /// The gradients of one step of a GRU, one block per chunk of the states.
+        fn gru_step_backward(
+            gates: In<f32>,
+            before: In<f32>,
+            kept: In<f32>,
+            grad: In<f32>,
+            of_hidden: Out<f32>,
+            inputs: Out<f32>,
+            products: Out<f32>,
+            n: u64,
+            width: u64,
+        );
+        /// One step of an LSTM, one block per chunk of the states.
+        fn lstm_step(
+            gates: Out<f32>,
+            product: In<f32>,
+            bias: In<f32>,
+            before: In<f32>,
+            cell: Out<f32>,
+            hidden: Out<f32>,
+            n: u64,
+            width: u64,
+        );
+        /// The gradients of one step of an LSTM, one block per chunk of the states.
+        fn lstm_step_backward(
+            gates: In<f32>,
+            before: In<f32>,
+            cell: In<f32>,
+            grad: In<f32>,
+            of_hidden: In<f32>,
+            of_cell: Out<f32>,
+            inputs: Out<f32>,
+            n: u64,
+            width: u64,
+        );
+    }
 }
 
 kernels_of_floats! {

@@ -41,6 +41,7 @@ pub(super) fn first_element(tensor: &Tensor) -> Result<u64> {
         Slice::BF16(slice) => start(slice, &stream),
         Slice::F16(slice) => start(slice, &stream),
         Slice::U32(slice) => start(slice, &stream),
+        Slice::U8(slice) => start(slice, &stream),
         _ => return Err(Error::other(format!("no kernel takes dtype {:?}", tensor.dtype()))),
     };
     Ok(start + (layout.start_offset() * tensor.dtype().size_in_bytes()) as u64)

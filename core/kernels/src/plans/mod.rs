@@ -8,7 +8,10 @@ mod flash;
 mod grad_norm;
 mod layer_norm;
 mod loss;
+mod masked_softmax;
 mod optimizer;
+mod pooling;
+mod recurrent;
 mod rows;
 mod views;
 
@@ -20,9 +23,14 @@ pub use flash::{flash_attention, flash_attention_backward};
 pub use grad_norm::{NormTensor, Values, squared_norm};
 pub use layer_norm::{LayerNorm, LayerNormBackward, layer_norm, layer_norm_backward};
 pub use loss::{CrossEntropy, IGNORED, cross_entropy, cross_entropy_backward, embedding_grad};
+pub use masked_softmax::{Broadcast, masked_softmax, masked_softmax_backward};
 pub use optimizer::{
     AdamW, AdamWTensor, Average, AverageTensor, Momentum, Noise, Scale, Sgd, SgdTensor, State,
     StepScale, Update, adamw, average, sgd,
+};
+pub use pooling::{Pooling, max_pool, max_pool_backward, mean_pool, mean_pool_backward};
+pub use recurrent::{
+    States, Step, StepBackward, gru_step, gru_step_backward, lstm_step, lstm_step_backward,
 };
 pub use rows::{
     RmsNorm, RmsNormBackward, Rope, add, rms_norm, rms_norm_backward, rope, swiglu, swiglu_backward,

@@ -6,6 +6,8 @@ use candle_core::{D, DType, Tensor};
 use crate::Result;
 use crate::backend::to_accumulation_dtype;
 use fulgurite_engine::autograd::storage;
+#[cfg(feature = "cuda")]
+use fulgurite_kernels::cuda;
 
 /// Scaled dot-product attention with a mask or a bias. Tensors are `[batch, heads, time, dim]`; the
 /// number of query heads is a multiple of the number of key heads.
@@ -32,24 +34,49 @@ impl MaskedAttention {
         let dtype = q.dtype();
         let (q, k) = (to_accumulation_dtype(q)?, repeat(&to_accumulation_dtype(k)?, q)?);
         let v = repeat(&to_accumulation_dtype(v)?, &q)?;
-        let mut scores = (q.matmul(&k.transpose(2, 3)?.contiguous()?)? * self.scale)?;
-        if let Some(bias) = &self.bias {
-            scores = scores.broadcast_add(&to_accumulation_dtype(bias)?)?;
+        let scores = (q.matmul(&k.transpose(2, 3)?.contiguous()?)? * self.scale)?;
+        let probabilities = self.probabilities(scores)?;
+        let output = probabilities.matmul(&v)?.to_dtype(dtype)?;
+        Ok((output, probabilities))
+    }
+
+    /// The softmax of the scores, which have no other user.
+    fn probabilities(&self, mut scores: Tensor) -> Result<Tensor> {
+        let bias = self.bias.as_ref().map(to_accumulation_dtype).transpose()?;
+        #[cfg(feature = "cuda")]
+        {
+            let mask = self.mask.as_ref().map(Tensor::contiguous).transpose()?;
+            if cuda::masked_softmax(&scores, mask.as_ref(), bias.as_ref())? {
+                return Ok(scores);
+            }
+        }
+        if let Some(bias) = &bias {
+            scores = scores.broadcast_add(bias)?;
         }
         let mask = self.mask.as_ref().map(|mask| mask.broadcast_as(scores.shape())).transpose()?;
         if let Some(mask) = &mask {
-            let hidden = Tensor::new(f32::MIN, q.device())?.to_dtype(q.dtype())?;
+            let hidden = Tensor::new(f32::MIN, scores.device())?.to_dtype(scores.dtype())?;
             scores = mask.where_cond(&scores, &hidden.broadcast_as(scores.shape())?)?;
         }
         let mut exp = scores.broadcast_sub(&scores.max_keepdim(D::Minus1)?)?.exp()?;
         if let Some(mask) = mask {
-            exp = (exp * mask.to_dtype(q.dtype())?)?;
+            exp = (exp * mask.to_dtype(scores.dtype())?)?;
         }
         // A query with any key has a sum of at least 1; a query without keys gives zeros.
         let sum = exp.sum_keepdim(D::Minus1)?.maximum(1.0)?;
-        let probabilities = exp.broadcast_div(&sum)?;
-        let output = probabilities.matmul(&v)?.to_dtype(dtype)?;
-        Ok((output, probabilities))
+        Ok(exp.broadcast_div(&sum)?)
+    }
+
+    /// The gradient of the scores times a factor, from that of the probabilities, which has no
+    /// other user.
+    fn scores_backward(probabilities: &Tensor, dp: Tensor, factor: f64) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if cuda::masked_softmax_backward(probabilities, &dp, factor)? {
+            return Ok(dp);
+        }
+        let level = (&dp * probabilities)?.sum_keepdim(D::Minus1)?;
+        let ds = (dp.broadcast_sub(&level)? * probabilities)?;
+        if factor == 1.0 { Ok(ds) } else { Ok((ds * factor)?) }
     }
 
     /// Computes the gradients of q, k, v and the bias.
@@ -66,10 +93,14 @@ impl MaskedAttention {
         let turned = probabilities.transpose(2, 3)?.contiguous()?;
         let dv = turned.matmul(&grad)?;
         let dp = grad.matmul(&v.transpose(2, 3)?.contiguous()?)?;
-        let level = (&dp * probabilities)?.sum_keepdim(D::Minus1)?;
-        let ds = (dp.broadcast_sub(&level)? * probabilities)?;
-        let bias = self.bias.as_ref().map(|bias| sum_to(&ds, bias)).transpose()?;
-        let ds = (ds * self.scale)?;
+        // The gradient of a bias has not the factor of the products.
+        let factor = if self.bias.is_some() { 1.0 } else { self.scale };
+        let mut ds = Self::scores_backward(probabilities, dp, factor)?;
+        let mut bias = None;
+        if let Some(like) = &self.bias {
+            bias = Some(sum_to(&ds, like)?);
+            ds = (ds * self.scale)?;
+        }
         let dq = ds.matmul(&k)?;
         let dk = ds.transpose(2, 3)?.contiguous()?.matmul(&q)?;
         let inputs = [

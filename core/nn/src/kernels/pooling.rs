@@ -10,6 +10,8 @@ use rayon::prelude::*;
 use crate::backend::{to_accumulation_dtype, uses_cpu_kernels};
 use crate::host::{Float as _, host, tensor, with_float};
 use crate::{Error, Result};
+#[cfg(feature = "cuda")]
+use fulgurite_kernels::cuda;
 
 /// Windows of one size; pairs are height and width. The padding is at most half of the kernel, so
 /// each window has elements of the input.
@@ -177,6 +179,31 @@ impl Pool {
         })
     }
 
+    /// The windows for the kernels. Windows go forward, so that those with one row or column are
+    /// a range.
+    #[cfg(feature = "cuda")]
+    fn on_gpu(&self, device: &Device) -> Result<cuda::PoolWindows> {
+        let (mut windows, mut covers) = (Vec::new(), Vec::new());
+        for (ranges, input) in self.windows.iter().zip(self.input) {
+            windows.extend(ranges.iter().map(|range| range.start as u32));
+            windows.extend(ranges.iter().map(|range| range.end as u32));
+            let first = |at: usize| ranges.partition_point(|range| range.end <= at) as u32;
+            let behind = |at: usize| ranges.partition_point(|range| range.start <= at) as u32;
+            covers.extend((0..input).map(first));
+            covers.extend((0..input).map(behind));
+        }
+        let list = |values: Vec<u32>| -> Result<Tensor> {
+            let count = values.len();
+            Ok(Tensor::from_vec(values, count, &Device::Cpu)?.to_device(device)?)
+        };
+        Ok(cuda::PoolWindows {
+            outputs: [self.windows[0].len(), self.windows[1].len()],
+            inputs: self.input,
+            windows: list(windows)?,
+            covers: list(covers)?,
+        })
+    }
+
     /// Returns the elements of each window, `[planes, kernel, outputs]`.
     fn gather(x: &Tensor, places: &Places) -> Result<Tensor> {
         let (kernel, outputs) = places.element.dims2()?;
@@ -195,6 +222,12 @@ impl Pool {
         let x = self.as_planes(x)?;
         if self.planes() == 0 {
             return Ok((self.no_output(&x)?, Tensor::zeros((0, 1), DType::U32, x.device())?));
+        }
+        #[cfg(feature = "cuda")]
+        if x.device().is_cuda()
+            && let Some((y, picked)) = cuda::max_pool(&x, &self.on_gpu(x.device())?)?
+        {
+            return Ok((self.as_output(&y)?, picked));
         }
         let (y, picked) = match uses_cpu_kernels(&x) {
             true => self.max_on_cpu(&x)?,
@@ -259,6 +292,12 @@ impl Pool {
             return Ok(Tensor::zeros(self.input_shape(), self.dtype, grad.device())?);
         }
         let grad = to_accumulation_dtype(grad)?.reshape((self.planes(), self.outputs()))?;
+        #[cfg(feature = "cuda")]
+        if grad.device().is_cuda()
+            && let Some(dx) = cuda::max_pool_backward(picked, &grad, &self.on_gpu(grad.device())?)?
+        {
+            return self.as_input(&dx);
+        }
         let dx = if uses_cpu_kernels(&grad) {
             with_float!(grad.dtype(), T => {
                 let (host_grad, host_picked) = (host(&grad)?, host(picked)?);
@@ -298,6 +337,12 @@ impl Pool {
         if self.planes() == 0 {
             return self.no_output(&x);
         }
+        #[cfg(feature = "cuda")]
+        if x.device().is_cuda()
+            && let Some(y) = cuda::mean_pool(&x, divisor, &self.on_gpu(x.device())?)?
+        {
+            return self.as_output(&y);
+        }
         let y = if uses_cpu_kernels(&x) {
             let weights = self.weights(divisor);
             with_float!(x.dtype(), T => {
@@ -330,6 +375,10 @@ impl Pool {
             return Ok(Tensor::zeros(self.input_shape(), self.dtype, grad.device())?);
         }
         let grad = to_accumulation_dtype(grad)?.reshape((self.planes(), self.outputs()))?;
+        #[cfg(feature = "cuda")]
+        if let Some(dx) = cuda::mean_pool_backward(&grad, divisor, &self.on_gpu(grad.device())?)? {
+            return self.as_input(&dx);
+        }
         let dx = if uses_cpu_kernels(&grad) {
             let weights = self.weights(divisor);
             with_float!(grad.dtype(), T => {

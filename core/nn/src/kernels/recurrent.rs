@@ -12,6 +12,8 @@ use crate::backend::uses_cpu_kernels;
 use crate::gemm::{Mat, Threads, gemm};
 use crate::host::{Float, host, tensor, with_float};
 use fulgurite_engine::simd::vectorized;
+#[cfg(feature = "cuda")]
+use fulgurite_kernels::cuda;
 
 /// The kind of recurrent cell.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -83,6 +85,10 @@ impl Cell {
             let (hidden, kept) = (states(time + 1)?, states(time + self.states() - 1)?);
             return Ok(Steps { gates: inputs.clone(), hidden, kept });
         }
+        #[cfg(feature = "cuda")]
+        if cuda::takes_recurrent(inputs) {
+            return self.forward_on_gpu(inputs, of_hidden, initial);
+        }
         match uses_cpu_kernels(inputs) {
             true => self.forward_on_cpu(inputs, of_hidden, initial),
             false => self.forward_portable(inputs, of_hidden, initial),
@@ -101,6 +107,10 @@ impl Cell {
         if grad.elem_count() == 0 {
             let (inputs, products) = (steps.gates.clone(), steps.gates.clone());
             return Ok(StepGrads { inputs, products, initial: of_final.to_vec() });
+        }
+        #[cfg(feature = "cuda")]
+        if cuda::takes_recurrent(grad) {
+            return self.backward_on_gpu(steps, weight, grad, of_final);
         }
         match uses_cpu_kernels(grad) {
             true => self.backward_on_cpu(steps, weight, grad, of_final),
@@ -232,6 +242,95 @@ impl Cell {
             let initial = of_states.into_iter().map(|grad| tensor(grad, (batch, width)));
             Ok(StepGrads { inputs, products, initial: initial.collect::<Result<_>>()? })
         })
+    }
+
+    /// A product and a launch a step.
+    #[cfg(feature = "cuda")]
+    fn forward_on_gpu(
+        self,
+        inputs: &Tensor,
+        of_hidden: &HiddenWeight,
+        initial: &[Tensor],
+    ) -> Result<Steps> {
+        let (time, batch, gates_width) = inputs.dims3()?;
+        let width = gates_width / self.gates();
+        let states = |count: usize, first: Option<&Tensor>| -> Result<Tensor> {
+            let shape = (count, batch, width);
+            let states = Tensor::zeros(shape, inputs.dtype(), inputs.device())?;
+            if let Some(first) = first {
+                states.slice_set(&first.unsqueeze(0)?.contiguous()?, 0, 0)?;
+            }
+            Ok(states)
+        };
+        let cells = self.states() - 1;
+        let (gates, hidden) = (inputs.copy()?.contiguous()?, states(time + 1, Some(&initial[0]))?);
+        let kept = states(time + cells, initial.get(1))?;
+        let weight = of_hidden.weight.t()?;
+        let bias = of_hidden.bias.as_ref().map(Tensor::contiguous).transpose()?;
+        for t in 0..time {
+            let before = hidden.get(t)?;
+            let product = before.matmul(&weight)?;
+            let step = |before: &Tensor, f: fn(&cuda::RecurrentStep<'_>) -> Result<()>| {
+                f(&cuda::RecurrentStep {
+                    gates: &gates.get(t)?,
+                    product: &product,
+                    bias: bias.as_ref(),
+                    before,
+                    kept: &kept.get(t + cells)?,
+                    hidden: &hidden.get(t + 1)?,
+                })
+            };
+            match self {
+                Self::Gru => step(&before, cuda::gru_step)?,
+                Self::Lstm => step(&kept.get(t)?, cuda::lstm_step)?,
+            }
+        }
+        Ok(Steps { gates, hidden, kept })
+    }
+
+    #[cfg(feature = "cuda")]
+    fn backward_on_gpu(
+        self,
+        steps: &Steps,
+        weight: &Tensor,
+        grad: &Tensor,
+        of_final: &[Tensor],
+    ) -> Result<StepGrads> {
+        let (grad, weight) = (grad.contiguous()?, weight.contiguous()?);
+        let inputs = steps.gates.zeros_like()?;
+        // The LSTM adds both products before the activations, so their gradients are the same.
+        let products = match self {
+            Self::Gru => inputs.zeros_like()?,
+            Self::Lstm => inputs.clone(),
+        };
+        let mut of_hidden = of_final[0].copy()?.contiguous()?;
+        let of_cell = of_final.get(1).map(|cell| cell.copy()?.contiguous()).transpose()?;
+        for t in (0..grad.dim(0)?).rev() {
+            let (before, other) = match &of_cell {
+                None => (steps.hidden.get(t)?, products.get(t)?),
+                Some(of_cell) => (steps.kept.get(t)?, of_cell.clone()),
+            };
+            let step = cuda::RecurrentStepBackward {
+                gates: &steps.gates.get(t)?,
+                before: &before,
+                kept: &steps.kept.get(t + self.states() - 1)?,
+                grad: &grad.get(t)?,
+                of_hidden: &of_hidden,
+                inputs: &inputs.get(t)?,
+                other: &other,
+            };
+            match self {
+                Self::Gru => cuda::gru_step_backward(&step)?,
+                Self::Lstm => cuda::lstm_step_backward(&step)?,
+            }
+            let through = products.get(t)?.matmul(&weight)?;
+            of_hidden = match self {
+                Self::Gru => (of_hidden + through)?,
+                Self::Lstm => through,
+            };
+        }
+        let initial = std::iter::once(of_hidden).chain(of_cell).collect();
+        Ok(StepGrads { inputs, products, initial })
     }
 
     fn forward_portable(
