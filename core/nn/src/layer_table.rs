@@ -378,7 +378,7 @@ pub static LAYERS: &[LayerRow] = &[
         shape: &[4, 7, 16],
         plans: &[BIASED_ATTENTION],
         docs: Docs::Parameters([
-            "`RelativePositionBias::new(b, &config)`, a term of the scores for `MultiHeadAttention::attend_to`",
+            "`RelativePositionBias::new(b, &config)`, a term of the scores for `MultiHeadAttention::attend_biased`",
             "positions of queries and keys → `[1, heads, queries, keys]`",
             "`weight [buckets, heads]`",
             "zeros",
@@ -400,7 +400,7 @@ pub static LAYERS: &[LayerRow] = &[
             Ok(TableLayer::new(move |x| {
                 let (_, time, _) = x.dims3()?;
                 let bias = bias.forward(0..time, time)?;
-                attention.attend_to(x, &attention.keys_values(x)?, Some(&bias), None)
+                attention.attend_biased(x, x, &bias, None)
             }))
         },
         ..OWN

@@ -239,6 +239,32 @@ impl MultiHeadAttention {
     /// mask can express them), and under context parallelism, which keeps other keys on other
     /// ranks.
     pub fn attend(&self, x: &Tensor, context: &Tensor, mask: Option<&Tensor>) -> Result<Tensor> {
+        self.attend_once(x, context, None, mask)
+    }
+
+    /// [`attend`](Self::attend) with a term of the scores,
+    /// `[batch or 1, heads of this rank or 1, queries or 1, keys]`, which receives a gradient. With
+    /// it all probabilities are kept for backward, as with a mask.
+    ///
+    /// # Errors
+    /// As [`attend`](Self::attend), and if the bias has another shape.
+    pub fn attend_biased(
+        &self,
+        x: &Tensor,
+        context: &Tensor,
+        bias: &Tensor,
+        mask: Option<&Tensor>,
+    ) -> Result<Tensor> {
+        self.attend_once(x, context, Some(bias), mask)
+    }
+
+    fn attend_once(
+        &self,
+        x: &Tensor,
+        context: &Tensor,
+        bias: Option<&Tensor>,
+        mask: Option<&Tensor>,
+    ) -> Result<Tensor> {
         let attended = || {
             // One cast for all projections, so the gradient is cast back once.
             let own = cast(&self.q_proj, x)?;
@@ -246,7 +272,7 @@ impl MultiHeadAttention {
                 true => own.clone(),
                 false => cast(&self.k_proj, context)?,
             };
-            self.compute(&own, &self.project_context(&context)?, None, mask)
+            self.compute(&own, &self.project_context(&context)?, bias, mask)
         };
         attended().map_err(|error: Error| error.in_module(&self.path))
     }
@@ -265,12 +291,11 @@ impl MultiHeadAttention {
         projected().map_err(|error: Error| error.in_module(&self.path))
     }
 
-    /// [`attend`](Self::attend) to keys and values that were computed before. `bias` is a term of
-    /// the scores, `[batch or 1, heads of this rank or 1, queries or 1, keys]`, and receives a
-    /// gradient. With it all probabilities are kept for backward, as with a mask.
+    /// [`attend_biased`](Self::attend_biased), or [`attend`](Self::attend), to keys and values that
+    /// were computed before.
     ///
     /// # Errors
-    /// As [`attend`](Self::attend), and if the bias has another shape.
+    /// As [`attend_biased`](Self::attend_biased).
     pub fn attend_to(
         &self,
         x: &Tensor,

@@ -1,11 +1,13 @@
-//! Attention with a mask or a bias of the scores, as tensor operations for any device. All
-//! probabilities are kept for backward.
+//! Attention with a mask or a bias of the scores. All probabilities are kept for backward.
 
-use candle_core::{D, DType, Tensor};
+use candle_core::{D, DType, Shape, Tensor};
 
+use super::masked_attention_host;
 use crate::Result;
-use crate::backend::to_accumulation_dtype;
+use crate::backend::{to_accumulation_dtype, uses_cpu_kernels};
+use crate::host::with_float;
 use fulgurite_engine::autograd::storage;
+use fulgurite_engine::execution::dry_run::{skips_pass, skips_products};
 #[cfg(feature = "cuda")]
 use fulgurite_kernels::cuda;
 
@@ -32,25 +34,40 @@ impl MaskedAttention {
     /// Computes the output, and the probabilities for backward.
     pub(crate) fn forward(&self, [q, k, v]: [&Tensor; 3]) -> Result<(Tensor, Tensor)> {
         let dtype = q.dtype();
-        let (q, k) = (to_accumulation_dtype(q)?, repeat(&to_accumulation_dtype(k)?, q)?);
-        let v = repeat(&to_accumulation_dtype(v)?, &q)?;
+        let [q, k, v] = [q, k, v].map(to_accumulation_dtype);
+        let (q, k, v) = (q?, k?, v?);
+        let bias = self.bias.as_ref().map(to_accumulation_dtype).transpose()?;
+        if uses_cpu_kernels(&q) {
+            let (output, probabilities) = match is_empty(&q, &k) || skips(&q, &k, 2, dtype)? {
+                true => {
+                    let (batch, heads, queries, _) = q.dims4()?;
+                    let shape = Shape::from((batch, heads, queries, k.dim(2)?));
+                    let zeros = |shape: &Shape| storage::zeros(shape, q.dtype(), q.device());
+                    (zeros(q.shape())?, zeros(&shape)?)
+                }
+                false => with_float!(q.dtype(), T => {
+                    masked_attention_host::forward::<T>(self, [&q, &k, &v], bias.as_ref())
+                })?,
+            };
+            return Ok((storage::cast(&output, dtype)?, probabilities));
+        }
+        let (k, v) = (repeat(&k, &q)?, repeat(&v, &q)?);
         let scores = (q.matmul(&k.transpose(2, 3)?.contiguous()?)? * self.scale)?;
-        let probabilities = self.probabilities(scores)?;
+        let probabilities = self.probabilities(scores, bias.as_ref())?;
         let output = probabilities.matmul(&v)?.to_dtype(dtype)?;
         Ok((output, probabilities))
     }
 
     /// The softmax of the scores, which have no other user.
-    fn probabilities(&self, mut scores: Tensor) -> Result<Tensor> {
-        let bias = self.bias.as_ref().map(to_accumulation_dtype).transpose()?;
+    fn probabilities(&self, mut scores: Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
         {
             let mask = self.mask.as_ref().map(Tensor::contiguous).transpose()?;
-            if cuda::masked_softmax(&scores, mask.as_ref(), bias.as_ref())? {
+            if cuda::masked_softmax(&scores, mask.as_ref(), bias)? {
                 return Ok(scores);
             }
         }
-        if let Some(bias) = &bias {
+        if let Some(bias) = bias {
             scores = scores.broadcast_add(bias)?;
         }
         let mask = self.mask.as_ref().map(|mask| mask.broadcast_as(scores.shape())).transpose()?;
@@ -87,9 +104,27 @@ impl MaskedAttention {
         grad: &Tensor,
     ) -> Result<MaskedGrads> {
         let (dtype, kv_heads) = (q.dtype(), k.dim(1)?);
-        let (q, grad) = (to_accumulation_dtype(q)?, to_accumulation_dtype(grad)?);
-        let k = repeat(&to_accumulation_dtype(k)?, &q)?;
-        let v = repeat(&to_accumulation_dtype(v)?, &q)?;
+        let [q, k, v, grad] = [q, k, v, grad].map(to_accumulation_dtype);
+        let (q, k, v, grad) = (q?, k?, v?, grad?);
+        if uses_cpu_kernels(&q) {
+            let is_skipped = is_empty(&q, &k) || skips(&q, &k, 4, dtype)?;
+            let (inputs, term) = match is_skipped {
+                true => {
+                    let zeros = |of: &Tensor| storage::zeros(of.shape(), of.dtype(), of.device());
+                    let term = self.bias.as_ref().map(|_| zeros(probabilities)).transpose()?;
+                    ([zeros(&q)?, zeros(&k)?, zeros(&v)?], term)
+                }
+                false => with_float!(q.dtype(), T => {
+                    let (inputs, with_term) = ([&q, &k, &v], self.bias.is_some());
+                    masked_attention_host::backward::<T>(self, inputs, probabilities, &grad, with_term)
+                })?,
+            };
+            let bias = self.bias.as_ref().zip(term);
+            let bias = bias.map(|(like, term)| sum_to(&term, like)).transpose()?;
+            let [dq, dk, dv] = inputs.map(|grad| storage::cast(&grad, dtype));
+            return Ok(MaskedGrads { inputs: [dq?, dk?, dv?], bias });
+        }
+        let (k, v) = (repeat(&k, &q)?, repeat(&v, &q)?);
         let turned = probabilities.transpose(2, 3)?.contiguous()?;
         let dv = turned.matmul(&grad)?;
         let dp = grad.matmul(&v.transpose(2, 3)?.contiguous()?)?;
@@ -110,6 +145,18 @@ impl MaskedAttention {
         ];
         Ok(MaskedGrads { inputs, bias })
     }
+}
+
+fn is_empty(q: &Tensor, k: &Tensor) -> bool {
+    q.elem_count() == 0 || k.elem_count() == 0
+}
+
+/// Whether a dry run skips `products` products of the size of the scores, for each head.
+fn skips(q: &Tensor, k: &Tensor, products: usize, dtype: DType) -> Result<bool> {
+    let (batch, heads, queries, dim) = q.dims4()?;
+    let (keys, pairs) = (k.dim(2)?, batch * heads);
+    skips_pass(2 * products * pairs * queries * keys * q.dtype().size_in_bytes());
+    Ok(skips_products([queries, dim, keys], products * pairs, dtype))
 }
 
 /// Repeats the heads of keys or values for each query head.

@@ -20,6 +20,7 @@ pub(super) mod embedding;
 mod few_rows;
 pub(super) mod grouped;
 pub(super) mod masked_attention;
+mod masked_attention_host;
 pub(super) mod matmul;
 pub(super) mod norm;
 pub(super) mod pooling;
