@@ -13,7 +13,7 @@ import time
 
 def main():
     a = argparse.ArgumentParser()
-    a.add_argument("--model", choices=["gpt2", "vit"], required=True)
+    a.add_argument("--model", choices=["gpt2", "vit", "t5"], required=True)
     a.add_argument("--batch", type=int, required=True)
     a.add_argument("--seq", type=int, default=0)
     a.add_argument("--steps", type=int, default=10)
@@ -29,6 +29,11 @@ def main():
         model = transformers.GPT2LMHeadModel(config)
         ids = torch.randint(0, config.vocab_size, (a.batch, a.seq))
         batch = {"input_ids": ids, "labels": ids}
+    elif a.model == "t5":
+        config = transformers.T5Config(dropout_rate=0.0, decoder_start_token_id=0, use_cache=False)
+        model = transformers.T5ForConditionalGeneration(config)
+        ids = torch.randint(0, config.vocab_size, (a.batch, a.seq))
+        batch = {"input_ids": ids, "labels": torch.randint(0, config.vocab_size, (a.batch, a.seq // 4))}
     else:
         config = transformers.ViTConfig(hidden_size=384, num_attention_heads=6, intermediate_size=1536, num_labels=10)
         model = transformers.ViTForImageClassification(config)

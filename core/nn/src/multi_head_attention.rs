@@ -139,6 +139,15 @@ impl KeysValues {
         })
     }
 
+    /// Returns the keys and values of these sequences, u32 of one dimension.
+    ///
+    /// # Errors
+    /// If one is not below the batch.
+    pub fn rows(&self, sequences: &Tensor) -> Result<Self> {
+        let pick = |x: &Tensor| x.contiguous()?.index_select(sequences, 0);
+        Ok(Self { keys: pick(&self.keys)?, values: pick(&self.values)? })
+    }
+
     /// Number of keys.
     pub fn count(&self) -> usize {
         self.keys.dims()[2]

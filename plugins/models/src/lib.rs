@@ -41,8 +41,8 @@ pub use encoder_decoder::{DecodedTexts, EncoderDecoder, EncoderDecoderConfig, So
 pub use export::Export;
 pub use families::{Architecture, Description, FAMILIES, Family};
 pub use generation::{
-    Answer, AnswerText, End, Generation, GenerationObserver, GenerationRanks, Generator, Prompt,
-    PromptBatch, PromptSettings, Prompts, PromptsConfig, Sampling, end_tokens,
+    Answer, AnswerText, BeamSearch, End, Generation, GenerationObserver, GenerationRanks,
+    Generator, Prompt, PromptBatch, PromptSettings, Prompts, PromptsConfig, Sampling, end_tokens,
 };
 pub use gguf::{GgufAdapter, GgufDtype, GgufModel, GgufOptions, GgufWritten};
 pub use layers::{FeedForward, NormKind};

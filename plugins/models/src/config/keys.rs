@@ -441,7 +441,7 @@ pub const KEYS: &[Key] = &[
     key(
         "generation",
         KeyKind::Table,
-        "How `seq2seq_lm` writes texts in `predict`: `max_new_tokens`, 64 by default, and `repetition_penalty`.",
+        "How `seq2seq_lm` writes texts in `predict`: `max_new_tokens`, 64 by default, `num_beams`, `length_penalty` and `repetition_penalty`.",
     ),
     key(
         "image_mean",

@@ -21,6 +21,27 @@ impl DecodedTexts {
         Self { memory, mask, layers: vec![None; layers] }
     }
 
+    /// The texts, each several times in a row. Before anything is written.
+    pub(super) fn repeated(self, times: usize) -> Result<Self> {
+        let count = self.len();
+        let rows = (0..count).flat_map(|row| std::iter::repeat_n(row as u32, times));
+        let rows = Tensor::from_vec(rows.collect(), count * times, self.memory.device())?;
+        let memory = self.memory.contiguous()?.index_select(&rows, 0)?;
+        let mask = self.mask.map(|mask| mask.contiguous()?.index_select(&rows, 0)).transpose()?;
+        Ok(Self { memory, mask, layers: self.layers })
+    }
+
+    /// Takes what these rows have written as that of all rows, in order. Each takes that of a row
+    /// with the same source.
+    pub(super) fn take_rows(&mut self, rows: Vec<u32>) -> Result<()> {
+        let count = rows.len();
+        let rows = Tensor::from_vec(rows, count, self.memory.device())?;
+        for [own, _] in self.layers.iter_mut().flatten() {
+            *own = own.rows(&rows)?;
+        }
+        Ok(())
+    }
+
     /// Number of texts.
     pub(super) fn len(&self) -> usize {
         self.memory.dims()[0]

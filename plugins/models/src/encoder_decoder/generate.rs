@@ -1,16 +1,20 @@
 //! Generation with an encoder-decoder.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use fulgurite_engine::autograd::no_grad;
+use fulgurite_engine::execution::read;
 use fulgurite_error::{Error, Result};
 
 use super::cache::DecodedTexts;
 use super::model::{EncoderDecoder, SourceTexts};
-use crate::generation::{Answer, Generation, GenerationObserver, NextLogits, Prompt, Writer};
+use crate::generation::{
+    Answer, BeamSearch, Beams, End, Generation, GenerationObserver, NextLogits, Prompt, Writer,
+};
 
 impl EncoderDecoder {
-    /// Returns the texts that the model writes for the source texts, in order:
-    /// [`samples`](Generation::samples) must be 1.
+    /// Returns the texts that the model writes for the source texts, in order. One for each:
+    /// [`samples`](Generation::samples) must be 1. With several beams no token is sampled, and
+    /// texts do not end at [`stop`](Generation::stop).
     ///
     /// All ranks give the same texts. Collective if the model is sharded.
     ///
@@ -20,9 +24,10 @@ impl EncoderDecoder {
         &self,
         source: SourceTexts<'_>,
         generation: &Generation,
+        search: &BeamSearch,
     ) -> Result<Vec<Answer>> {
         let writer = Writer { generation, tokenizer: None, ranks: None, interrupted: None };
-        self.write(source, &writer, &mut Unobserved)
+        self.write(source, &writer, search)
     }
 
     /// Writes a text for each source text. Collective if the model is sharded.
@@ -30,9 +35,10 @@ impl EncoderDecoder {
         &self,
         source: SourceTexts<'_>,
         writer: &Writer<'_>,
-        observer: &mut dyn GenerationObserver,
+        search: &BeamSearch,
     ) -> Result<Vec<Answer>> {
         writer.check()?;
+        search.check_with(writer.generation)?;
         if writer.generation.samples != 1 {
             return Err(Error::Config("`samples`: an encoder-decoder writes one text".to_owned()));
         }
@@ -40,10 +46,59 @@ impl EncoderDecoder {
             let _no_grad = no_grad();
             self.begin(source)?
         };
+        if search.num_beams > 1 {
+            let _no_grad = no_grad();
+            return self.write_beams(texts.repeated(search.num_beams)?, writer, search);
+        }
         let rows = texts.len();
         let start = |index| Prompt { index, ids: vec![self.start_token()] };
         let prompts: Vec<Prompt> = (0..rows as u64).map(start).collect();
-        writer.write(&mut Writing { model: self, texts, rows }, &prompts, observer)
+        writer.write(&mut Writing { model: self, texts, rows }, &prompts, &mut Unobserved)
+    }
+
+    /// Writes the texts of beams, of which each source has as many in a row.
+    fn write_beams(
+        &self,
+        mut texts: DecodedTexts,
+        writer: &Writer<'_>,
+        search: &BeamSearch,
+    ) -> Result<Vec<Answer>> {
+        let (generation, count) = (writer.generation, search.num_beams);
+        let mut all: Vec<Beams> =
+            (0..texts.len() / count).map(|_| Beams::new(self.start_token(), search)).collect();
+        loop {
+            let ids: Vec<u32> = all.iter().flat_map(Beams::last).collect();
+            let logits = self.next_logits(&mut texts, &ids)?;
+            let width = logits.dim(1)?;
+            let logits = logits.to_dtype(DType::F32)?.flatten_all()?;
+            let mut logits: Vec<f32> = read::vec1(&logits, "logits")?;
+            let mut rows = Vec::with_capacity(ids.len());
+            for (i, (beams, logits)) in
+                all.iter_mut().zip(logits.chunks_exact_mut(count * width)).enumerate()
+            {
+                if logits.iter().any(|logit| logit.is_nan()) {
+                    return Err(Error::other(format!("a logit of text {i} is not a number")));
+                }
+                let parents = match beams.is_open(generation) {
+                    true => beams.advance(logits, search, generation),
+                    false => (0..count).collect(),
+                };
+                rows.extend(parents.into_iter().map(|parent| (i * count + parent) as u32));
+            }
+            texts.take_rows(rows)?;
+            let left = all.iter().filter(|beams| beams.is_open(generation)).count();
+            if !writer.any_left(left, &Unobserved)? {
+                break;
+            }
+        }
+        let answer = |(prompt, beams): (u64, Beams)| {
+            let ids = beams.finish();
+            let ends = ids.last().is_some_and(|last| generation.end_tokens.contains(last));
+            let end = if ends { End::EndToken } else { End::Length };
+            let text = writer.tokenizer.map(|tokenizer| tokenizer.decode(&ids)).transpose()?;
+            Ok(Answer { prompt, sample: 0, ids, text, end })
+        };
+        (0..).zip(all).map(answer).collect()
     }
 }
 
@@ -76,7 +131,7 @@ impl NextLogits for Writing<'_> {
 }
 
 /// Follows nothing.
-pub(crate) struct Unobserved;
+struct Unobserved;
 
 impl GenerationObserver for Unobserved {
     fn text(&mut self, _: u64, _: usize, _: &str) {}

@@ -8,5 +8,4 @@ mod model;
 
 pub use cache::DecodedTexts;
 pub use config::EncoderDecoderConfig;
-pub(crate) use generate::Unobserved;
 pub use model::{EncoderDecoder, SourceTexts};

@@ -5,6 +5,7 @@
 //! sample and the token's place alone, so the same tokens come on any mesh and in any batch.
 
 mod answer;
+mod beams;
 mod generate;
 mod observer;
 mod options;
@@ -16,6 +17,8 @@ mod text;
 mod writer;
 
 pub use answer::{Answer, End};
+pub use beams::BeamSearch;
+pub(crate) use beams::Beams;
 pub use generate::Generator;
 pub use observer::GenerationObserver;
 use observer::TextObserver;

@@ -98,7 +98,8 @@ impl Sampling {
         tokens.iter().rev().find(|(_, weight)| *weight > 0.0).map_or(0, |(token, _)| *token)
     }
 
-    fn penalise(&self, logits: &mut [f32], before: &[u32]) {
+    /// Applies the repetition penalty.
+    pub(super) fn penalise(&self, logits: &mut [f32], before: &[u32]) {
         if self.repetition_penalty == 1.0 {
             return;
         }

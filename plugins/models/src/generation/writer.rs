@@ -124,7 +124,7 @@ impl<'a> Writer<'a> {
         let (mut done, mut is_first) = (Vec::new(), true);
         loop {
             // The first forward needs no vote: at least one rank has a prompt, and others pad.
-            if !std::mem::take(&mut is_first) && !self.any_left(&growing, observer)? {
+            if !std::mem::take(&mut is_first) && !self.any_left(growing.len(), observer)? {
                 break;
             }
             let last = |growing: &Growing| Some((growing.row, *growing.ids.last()?));
@@ -190,7 +190,12 @@ impl<'a> Writer<'a> {
             let uniform = growing.random.uniform(place) + 0.5 / 4_294_967_296.0;
             Ok(self.generation.sampling.choose(logits, &growing.ids, uniform))
         });
-        let tokens = tokens.collect::<Result<Vec<u32>>>()?;
+        self.agreed(tokens.collect::<Result<Vec<u32>>>()?)
+    }
+
+    /// Returns the numbers of the first of the ranks that compute the same tokens. Collective over
+    /// them.
+    pub(crate) fn agreed(&self, tokens: Vec<u32>) -> Result<Vec<u32>> {
         let Some(group) = self.ranks.as_ref().and_then(|ranks| ranks.tensor_parallel.as_ref())
         else {
             return Ok(tokens);
@@ -205,11 +210,11 @@ impl<'a> Writer<'a> {
         read::host(&shared)
     }
 
-    /// Whether any rank has an answer that grows.
-    fn any_left(&self, growing: &[Growing], observer: &dyn GenerationObserver) -> Result<bool> {
+    /// Whether any rank has an answer that grows; `left` are those of this rank. Collective.
+    pub(crate) fn any_left(&self, left: usize, observer: &dyn GenerationObserver) -> Result<bool> {
         let interrupted =
             self.interrupted.is_some_and(|interrupted| interrupted()) || observer.asks_to_end();
-        let votes = [growing.len() as f64, f64::from(u8::from(interrupted))];
+        let votes = [left as f64, f64::from(u8::from(interrupted))];
         let left = Tensor::new(&votes, &Device::Cpu)?;
         if let Some(ranks) = &self.ranks
             && ranks.world.size() > 1

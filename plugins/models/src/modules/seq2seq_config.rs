@@ -5,7 +5,7 @@ use fulgurite_error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::config::{ModelConfig, Reader};
-use crate::generation::{Generation, Sampling};
+use crate::generation::{BeamSearch, Generation, Sampling};
 
 /// The table `[model.generation]`: how `seq2seq_lm` writes texts in `predict`.
 ///
@@ -22,12 +22,20 @@ pub struct WritingConfig {
     /// Divides the positive logits of tokens in the text so far, and multiplies their negative
     /// ones; 1 changes nothing.
     pub repetition_penalty: f64,
+    /// Number of texts that are continued at a time, of which the most likely one is written: beam
+    /// search, with `early_stopping=False` of `transformers`. 1 takes the most likely token.
+    pub num_beams: usize,
+    /// The exponent of a text's length, by which its log-probability is divided in a beam search.
+    /// Above 0 longer texts gain.
+    pub length_penalty: f64,
 }
 
 impl Default for WritingConfig {
     fn default() -> Self {
         let Generation { max_new_tokens, sampling, .. } = Generation::default();
-        Self { max_new_tokens, repetition_penalty: sampling.repetition_penalty }
+        let BeamSearch { num_beams, length_penalty } = BeamSearch::default();
+        let repetition_penalty = sampling.repetition_penalty;
+        Self { max_new_tokens, repetition_penalty, num_beams, length_penalty }
     }
 }
 
@@ -39,12 +47,17 @@ impl WritingConfig {
     pub(super) fn of(config: &ModelConfig) -> Result<Self> {
         let table = Reader::new(config).table("generation")?.cloned().unwrap_or_default();
         let own: Self = fulgurite_config::parse_at("model.generation", to_table(&table)?)?;
-        match own.generation().check() {
+        match own.generation().check().and_then(|()| own.search().check()) {
             Err(Error::Config(message)) => {
                 Err(Error::Config(message.replacen('`', "`model.generation.", 1)))
             }
             checked => checked.map(|()| own),
         }
+    }
+
+    /// The beam search.
+    pub(super) fn search(&self) -> BeamSearch {
+        BeamSearch { num_beams: self.num_beams, length_penalty: self.length_penalty }
     }
 
     /// How texts are written, each token the most likely one; without end tokens.

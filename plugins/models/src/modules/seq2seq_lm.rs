@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use super::common::{self, TextSizes};
 use super::seq2seq_config::WritingConfig;
 use crate::config::ModelConfig;
-use crate::encoder_decoder::{EncoderDecoder, SourceTexts, Unobserved};
+use crate::encoder_decoder::{EncoderDecoder, SourceTexts};
 use crate::generation::{GenerationRanks, Writer, end_tokens};
 use crate::weights::MappedSource;
 
@@ -143,7 +143,7 @@ impl LightningModule for Seq2SeqLm {
             ranks: self.ranks.clone(),
             interrupted: None,
         };
-        let answers = self.model.write(source(&batch.texts), &writer, &mut Unobserved)?;
+        let answers = self.model.write(source(&batch.texts), &writer, &self.writing.search())?;
         let (rows, new) = (answers.len(), generation.max_new_tokens);
         let mut ids = Vec::with_capacity(rows * new);
         for answer in &answers {

@@ -6,8 +6,8 @@ use fulgurite::core::nn::force_portable;
 use fulgurite::core::shard::Region;
 use fulgurite::prelude::*;
 use fulgurite_models::{
-    Answer, Architecture, EncoderDecoder, ExportedSource, Generation, MappedSource, Sampling,
-    SourceTexts, WeightLayout,
+    Answer, Architecture, BeamSearch, EncoderDecoder, ExportedSource, Generation, MappedSource,
+    Sampling, SourceTexts, WeightLayout,
 };
 
 use crate::fixtures::{SEQ2SEQ, assert_same, fixture, tensors};
@@ -95,7 +95,8 @@ fn written_texts_equal_transformers() {
         let source = SourceTexts { ids: &inputs, mask: Some(&mask) };
         let written = |generation: &Generation| -> Vec<Vec<u32>> {
             let ids = |answer: Answer| answer.ids;
-            model.generate(source, generation).unwrap().into_iter().map(ids).collect()
+            let greedy = BeamSearch::default();
+            model.generate(source, generation, &greedy).unwrap().into_iter().map(ids).collect()
         };
         for (key, repetition_penalty) in [("written", 1.0), ("penalised", 1.7)] {
             let sampling = Sampling { repetition_penalty, ..Sampling::default() };
@@ -114,6 +115,54 @@ fn written_texts_equal_transformers() {
             }
         }
     }
+}
+
+#[test]
+fn beams_equal_those_of_transformers() {
+    for name in SEQ2SEQ {
+        let expected = tensors(name, "expected.safetensors");
+        let Loaded { fabric: _fabric, model, .. } = load(name);
+        let inputs = ids(&expected["input_ids"]);
+        let mask = expected["mask"].to_dtype(DType::U8).unwrap();
+        let source = SourceTexts { ids: &inputs, mask: Some(&mask) };
+        let end = expected["end"].to_scalar::<i64>().unwrap() as u32;
+        for (key, num_beams, length_penalty, repetition_penalty) in
+            [("beams", 3, 1.0, 1.0), ("long", 4, 2.5, 1.3)]
+        {
+            let generation = Generation {
+                max_new_tokens: 14,
+                end_tokens: vec![end],
+                sampling: Sampling { repetition_penalty, ..Sampling::default() },
+                ..Generation::default()
+            };
+            let search = BeamSearch { num_beams, length_penalty };
+            let found = model.generate(source, &generation, &search).unwrap();
+            let wanted: Vec<Vec<i64>> = expected[key].to_vec2().unwrap();
+            for (found, wanted) in found.iter().zip(wanted) {
+                // Behind its end a text is padded.
+                let length = wanted.iter().position(|id| *id == i64::from(end));
+                let length = length.map_or(wanted.len(), |at| at + 1);
+                let wanted: Vec<u32> = wanted[..length].iter().map(|id| *id as u32).collect();
+                assert_eq!(found.ids, wanted, "{name}: {key}");
+            }
+        }
+    }
+}
+
+#[test]
+fn beam_searches_refuse_samples() {
+    let Loaded { fabric: _fabric, model, .. } = load("t5");
+    let inputs = Tensor::new(&[[5u32, 6]], &Device::Cpu).unwrap();
+    let source = SourceTexts { ids: &inputs, mask: None };
+    let refused = |generation: Generation, num_beams| {
+        let search = BeamSearch { num_beams, ..BeamSearch::default() };
+        model.generate(source, &generation, &search).unwrap_err().to_string()
+    };
+    let sampling = Sampling { temperature: 1.0, ..Sampling::default() };
+    let sampled = Generation { sampling, ..Generation::default() };
+    assert!(refused(sampled, 2).contains("`num_beams`"));
+    assert!(refused(Generation::default(), 0).contains("`num_beams`"));
+    assert!(refused(Generation { samples: 2, ..Generation::default() }, 1).contains("`samples`"));
 }
 
 #[test]
