@@ -125,6 +125,8 @@ KERNEL masked_softmax(float *scores, const u8 *mask, const float *bias, u32 head
         if (!mask || mask[i]) most = z > most ? z : most;
     }
     most = block_max(most, scratch);
+    // Without a finite score all exponentials are zero, or NaN.
+    if (most == -__uint_as_float(0x7f800000u)) most = 0;
     float sum = 0;
     for (u32 i = threadIdx.x; i < keys; i += THREADS) {
         float z = bias ? row[i] + bias[i] : row[i];
@@ -132,11 +134,10 @@ KERNEL masked_softmax(float *scores, const u8 *mask, const float *bias, u32 head
         sum += row[i];
     }
     sum = block_sum(sum, scratch);
-    for (u32 i = threadIdx.x; i < keys; i += THREADS) row[i] = sum > 0 ? row[i] / sum : 0.0f;
+    for (u32 i = threadIdx.x; i < keys; i += THREADS) row[i] = sum == 0 ? 0.0f : row[i] / sum;
 }
 
-// The gradient of the scores, times `scale`, in the place of that of the probabilities: one block
-// per row.
+// Replaces the gradient of probabilities by the gradient of scores, times `scale`: one block per row.
 KERNEL masked_softmax_backward(const float *probabilities, float *grad, u32 keys, float scale) {
     SHARED(float, scratch, WARPS);
     u64 row = (u64)blockIdx.x * keys;

@@ -1,6 +1,6 @@
 // One step of a GRU or an LSTM, one block per chunk of the states, `[batch, width]`. Gates are
-// `[batch, gates, width]`, in PyTorch's order. `product` is that of the hidden state, and `bias` its
-// bias or null.
+// `[batch, gates, width]`, in PyTorch's order. `product` is the hidden state's product, and `bias` the
+// bias of it, or null.
 
 DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
@@ -26,8 +26,8 @@ KERNEL gru_step(float *gates, const float *product, const float *bias, const flo
     }
 }
 
-// `of_hidden` is the gradient from later steps, and becomes that of the state before, without the
-// product's part.
+// `of_hidden` holds the gradient from later steps. It becomes the gradient of the state before, to
+// which the caller adds the product's part.
 KERNEL gru_step_backward(const float *gates, const float *before, const float *kept, const float *grad,
                          float *of_hidden, float *inputs, float *products, u64 n, u64 width) {
     u64 start = (u64)blockIdx.x * CHUNK;

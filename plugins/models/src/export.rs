@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use fulgurite_checkpoint::tools::ForeignLayout;
 use fulgurite_checkpoint::{Packing, TensorSource};
-use fulgurite_data::{ChatTemplate, TemplateOptions};
+use fulgurite_data::{ChatTemplate, TemplateOptions, Tokenizer};
 use fulgurite_error::files::read_regular;
 use fulgurite_error::{Error, Result};
 use serde_json::{Map, Value, json};
@@ -89,6 +89,9 @@ impl Export {
             ));
         }
         export.add_files(directory.as_deref(), tokenizer)?;
+        if matches!(description.architecture, Architecture::EncoderDecoder(_)) {
+            export.add_end_token(tokenizer);
+        }
         export.add_chat_template(run.pointer("/data/chat_template").and_then(Value::as_str));
         match module {
             "image_classification" => export.add_preprocessor(&config)?,
@@ -159,6 +162,17 @@ impl Export {
         Ok(())
     }
 
+    /// Names the tokenizer's end token, if the model came without one: `generate` ends texts by it.
+    fn add_end_token(&mut self, tokenizer: Option<&str>) {
+        let tokenizer = tokenizer.and_then(|path| Tokenizer::from_file(path).ok());
+        let end = tokenizer.and_then(|tokenizer| tokenizer.end_of_text());
+        if let (Some(end), Some(token)) = (end, self.config.get_mut("eos_token_id"))
+            && token.is_null()
+        {
+            *token = end.into();
+        }
+    }
+
     /// Writes the template that a run was given as the model's, or notes that it is gone.
     fn add_chat_template(&mut self, wanted: Option<&str>) {
         const NAME: &str = "chat_template.jinja";
@@ -209,7 +223,10 @@ fn config_json(
         all.insert((*key).to_owned(), value);
     }
     if let Architecture::EncoderDecoder(model) = &description.architecture {
-        all.entry("decoder_start_token_id").or_insert(model.start_token.into());
+        let start = all.entry("decoder_start_token_id").or_insert(Value::Null);
+        if start.is_null() {
+            *start = model.start_token.into();
+        }
     }
     // Encoders that count positions from behind the id of padding need it.
     if let Architecture::Encoder(encoder) = &description.architecture

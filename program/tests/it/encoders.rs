@@ -3,6 +3,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use serde_json::json;
 
@@ -180,5 +181,45 @@ fn adapters_and_bf16_train_every_encoder() {
         }
         let half = on(encoder, dir.path(), ALONE, &["trainer.precision=bf16-mixed"]);
         assert_close(&format!("{} in bf16", encoder.name), &half, &whole, 1e-2);
+    }
+}
+
+/// The lines that `fulgurite predict` writes for some texts.
+fn written(dir: &Path, sets: &[&str]) -> String {
+    let own = ENCODERS.iter().find(|encoder| encoder.name == "t5_gated").unwrap();
+    let from = format!("model.from_pretrained={}", own.fixture().display());
+    let sets = [from.as_str(), "data.predict_path=new.jsonl", "model.generation.max_new_tokens=9"]
+        .into_iter()
+        .chain(own.sets.iter().copied())
+        .chain(sets.iter().copied());
+    let file = dir.join("out.jsonl");
+    let output = Command::new(env!("CARGO_BIN_EXE_fulgurite"))
+        .args(["predict", "--output-file", file.to_str().unwrap()])
+        .args(sets.flat_map(|set| ["--set", set]))
+        .current_dir(dir)
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    fs::read_to_string(file).unwrap()
+}
+
+#[test]
+fn meshes_write_the_same_texts() {
+    let dir = data();
+    let rows: String = ["the cat", "good film", "not bad", "run cat run", "is"]
+        .map(|text| format!("{}\n", json!({ "text": text })))
+        .concat();
+    fs::write(dir.path().join("new.jsonl"), rows).unwrap();
+    let mesh = "trainer.strategy={ type = 'model_parallel', tensor_parallel_size = 2, \
+                parallelize = { type = 'llama', loss_parallel = true } }";
+    for beams in ["model.generation.num_beams=1", "model.generation.num_beams=3"] {
+        let alone = written(dir.path(), &[beams, "data.batch_size=5"]);
+        assert_eq!(alone.lines().count(), 5);
+        for (strategy, batch) in
+            [("trainer.strategy=fsdp", "data.batch_size=2"), (mesh, "data.batch_size=5")]
+        {
+            let found = written(dir.path(), &[beams, batch, strategy, "trainer.devices=2"]);
+            assert_eq!(found, alone, "{beams} with {strategy}");
+        }
     }
 }

@@ -156,8 +156,8 @@ impl LlamaPlan {
                 cut("mlp.up_proj", colwise.into());
                 cut("mlp.down_proj", rowwise.into());
             }
-            // Layers inside an MLP whose projections are layers of their own.
-            if has_in("mlp.dropout") {
+            // Between the projections of an MLP, which are layers of their own there.
+            if !stack.is_empty() && has_in("mlp.dropout") {
                 let inside = PrepareModuleInput { input: Layout::LAST, desired: Layout::LAST };
                 cut("mlp.dropout", inside.into());
             }

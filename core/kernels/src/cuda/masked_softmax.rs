@@ -59,8 +59,8 @@ pub fn masked_softmax(
     Ok(true)
 }
 
-/// Replaces the gradient of probabilities, contiguous f32 without another user, by `scale` times
-/// that of the scores. Returns false if no kernel takes the tensors.
+/// Replaces the gradient of probabilities by the gradient of scores, times `scale`. The gradient is
+/// contiguous f32 and has no other user. Returns false if no kernel takes the tensors.
 ///
 /// # Errors
 /// If the tensors differ in shape, or the launch fails.

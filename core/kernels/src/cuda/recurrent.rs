@@ -37,13 +37,13 @@ pub struct RecurrentStepBackward<'a> {
     pub kept: &'a Tensor,
     /// The gradient of the hidden state from the output.
     pub grad: &'a Tensor,
-    /// The gradient of the hidden state from later steps. A GRU replaces it by that of the state
-    /// before, without the product's part.
+    /// The gradient of the hidden state from later steps. A GRU replaces it by the gradient of the
+    /// state before, to which the caller adds the product's part.
     pub of_hidden: &'a Tensor,
     /// Overwritten: the gradient of the inputs' product.
     pub inputs: &'a Tensor,
-    /// Of a GRU overwritten: the gradient of the hidden state's product. Of an LSTM the gradient
-    /// of the cell state, replaced by that of the state before.
+    /// A GRU writes the gradient of the hidden state's product here. An LSTM has the gradient of
+    /// the cell state here, and replaces it by the gradient of the cell state before.
     pub other: &'a Tensor,
 }
 

@@ -38,8 +38,8 @@ pub fn masked_softmax(scores: u64, sizes: [usize; 4], mask: Broadcast, bias: Bro
     plan
 }
 
-/// Replaces the gradient of probabilities, `[rows, keys]`, by `scale` times that of the scores: one
-/// launch.
+/// Replaces the gradient of probabilities, `[rows, keys]`, by the gradient of scores, times `scale`:
+/// one launch.
 pub fn masked_softmax_backward(
     probabilities: u64,
     grad: u64,

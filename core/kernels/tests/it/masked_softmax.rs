@@ -32,6 +32,17 @@ fn probabilities_and_their_gradients() {
     }
 }
 
+#[test]
+fn a_nan_stays_and_no_key_gives_zeros() {
+    let (inf, nan) = (f32::INFINITY, f32::NAN);
+    let mut m = Machine::default();
+    let scores = m.put(&[nan, 1.0, 2.0, -inf, -inf, -inf, 0.0, -inf, 0.0]);
+    m.run(&masked_softmax(scores, [1, 1, 3, 3], Broadcast::default(), Broadcast::default()));
+    let found = m.get::<f32>(scores);
+    assert!(found[..3].iter().all(|p| p.is_nan()), "{found:?}");
+    assert_eq!(found[3..], [0.0, 0.0, 0.0, 0.5, 0.0, 0.5]);
+}
+
 fn check(sizes: [usize; 4], of_mask: Option<[bool; 3]>, of_bias: Option<[bool; 3]>) {
     let [batch, heads, queries, keys] = sizes;
     let (rows, n) = (batch * heads * queries, batch * heads * queries * keys);

@@ -82,15 +82,20 @@ vectorized! {
         row.iter_mut().zip(mask).for_each(|(x, &seen)| *x = if seen != 0 { *x } else { lowest });
     }
 
-    /// Replaces scores by probabilities.
-    fn softmax_row[T: Float](row: &mut [T]) {
+    /// Replaces scores by probabilities. Without a score above `lowest` they are zeros.
+    fn softmax_row[T: Float](row: &mut [T], lowest: T) {
         let top = max(row);
+        if top <= lowest && row.iter().all(|x| *x <= lowest) {
+            row.fill(T::ZERO);
+            return;
+        }
         let sum = exp_in_place(row, top);
         let scale = T::ONE / sum;
         row.iter_mut().for_each(|x| *x *= scale);
     }
 
-    /// Replaces the gradients of probabilities by those of the scores, with their term.
+    /// Replaces the gradients of a row's probabilities by the gradients of its scores, before the
+    /// factor of the products.
     fn softmax_row_backward[T: Float](ds: &mut [T], p: &[T]) {
         let level = dot(ds, p);
         ds.iter_mut().zip(p).for_each(|(ds, &p)| *ds = p * (*ds - level));
@@ -137,14 +142,9 @@ pub(super) fn forward<T: Float>(
                 None => scale_row(row, scale),
             }
             if let Some(mask) = &mask {
-                let mask = mask.row(sequence, head, query);
-                if mask.iter().all(|seen| *seen == 0) {
-                    row.fill(T::ZERO);
-                    continue;
-                }
-                hide(row, mask, lowest);
+                hide(row, mask.row(sequence, head, query), lowest);
             }
-            softmax_row(row);
+            softmax_row(row, lowest);
         }
         gemm(output, Mat::new(p, s.queries, s.keys), values, false, Threads::One);
     });

@@ -179,8 +179,8 @@ impl Pool {
         })
     }
 
-    /// The windows for the kernels. Windows go forward, so that those with one row or column are
-    /// a range.
+    /// The windows for the kernels. A row or column of the input is in consecutive windows, since
+    /// windows go forward.
     #[cfg(feature = "cuda")]
     fn on_gpu(&self, device: &Device) -> Result<cuda::PoolWindows> {
         let (mut windows, mut covers) = (Vec::new(), Vec::new());
@@ -376,7 +376,10 @@ impl Pool {
         }
         let grad = to_accumulation_dtype(grad)?.reshape((self.planes(), self.outputs()))?;
         #[cfg(feature = "cuda")]
-        if let Some(dx) = cuda::mean_pool_backward(&grad, divisor, &self.on_gpu(grad.device())?)? {
+        if grad.device().is_cuda()
+            && let Some(dx) =
+                cuda::mean_pool_backward(&grad, divisor, &self.on_gpu(grad.device())?)?
+        {
             return self.as_input(&dx);
         }
         let dx = if uses_cpu_kernels(&grad) {

@@ -164,6 +164,11 @@ impl<'a> Reader<'a> {
         Ok(self.checked(name)?.and_then(Value::as_bool).unwrap_or(default))
     }
 
+    /// A flag of `config.json`, whatever the configuration sets; `None` without a file or the key.
+    pub(crate) fn flag_of_file(&self, name: &str) -> Option<bool> {
+        self.config.file().and_then(|(_, values)| values.get(name)).and_then(Value::as_bool)
+    }
+
     pub(crate) fn text(&self, name: &str) -> Result<Option<&'a str>> {
         Ok(self.checked(name)?.and_then(Value::as_str))
     }

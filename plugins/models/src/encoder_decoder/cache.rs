@@ -31,8 +31,7 @@ impl DecodedTexts {
         Ok(Self { memory, mask, layers: self.layers })
     }
 
-    /// Takes what these rows have written as that of all rows, in order. Each takes that of a row
-    /// with the same source.
+    /// Gives each row what another row has written, in order of `rows`. Both have the same source.
     pub(super) fn take_rows(&mut self, rows: Vec<u32>) -> Result<()> {
         let count = rows.len();
         let rows = Tensor::from_vec(rows, count, self.memory.device())?;

@@ -9,6 +9,7 @@ use super::cache::DecodedTexts;
 use super::model::{EncoderDecoder, SourceTexts};
 use crate::generation::{
     Answer, BeamSearch, Beams, End, Generation, GenerationObserver, NextLogits, Prompt, Writer,
+    whole_scope,
 };
 
 impl EncoderDecoder {
@@ -42,12 +43,9 @@ impl EncoderDecoder {
         if writer.generation.samples != 1 {
             return Err(Error::Config("`samples`: an encoder-decoder writes one text".to_owned()));
         }
-        let texts = {
-            let _no_grad = no_grad();
-            self.begin(source)?
-        };
+        let (_no_grad, _scope) = (no_grad(), whole_scope());
+        let texts = self.begin(source)?;
         if search.num_beams > 1 {
-            let _no_grad = no_grad();
             return self.write_beams(texts.repeated(search.num_beams)?, writer, search);
         }
         let rows = texts.len();
@@ -56,7 +54,8 @@ impl EncoderDecoder {
         writer.write(&mut Writing { model: self, texts, rows }, &prompts, &mut Unobserved)
     }
 
-    /// Writes the texts of beams, of which each source has as many in a row.
+    /// Writes a text for each source by a beam search. `texts` has each source once for each beam,
+    /// in neighbouring rows.
     fn write_beams(
         &self,
         mut texts: DecodedTexts,
@@ -71,7 +70,8 @@ impl EncoderDecoder {
             let logits = self.next_logits(&mut texts, &ids)?;
             let width = logits.dim(1)?;
             let logits = logits.to_dtype(DType::F32)?.flatten_all()?;
-            let mut logits: Vec<f32> = read::vec1(&logits, "logits")?;
+            // Processors of other kinds may round differently.
+            let mut logits = writer.agreed(read::vec1::<f32>(&logits, "logits")?)?;
             let mut rows = Vec::with_capacity(ids.len());
             for (i, (beams, logits)) in
                 all.iter_mut().zip(logits.chunks_exact_mut(count * width)).enumerate()

@@ -154,6 +154,9 @@ impl EncoderDecoder {
     /// before the first. Targets below 0 only stand behind others, and their inputs do not matter.
     fn inputs_of(&self, targets: &Tensor) -> Result<Tensor> {
         let (batch, time) = targets.dims2()?;
+        if time == 0 {
+            return Err(Error::other("targets have no position; expected at least one"));
+        }
         let start = Tensor::full(self.start_token, (batch, 1), targets.device())?;
         let zero = targets.zeros_like()?;
         let before = targets.maximum(&zero)?.to_dtype(DType::U32)?.narrow(1, 0, time - 1)?;

@@ -28,6 +28,7 @@ use std::path::Path;
 
 use fulgurite_checkpoint::TensorSource as _;
 use fulgurite_error::{Error, Result};
+use serde_json::Value;
 
 use crate::config::{AUTO, ModelConfig, Reader};
 use crate::decoder::DecoderConfig;
@@ -245,6 +246,15 @@ impl ModelConfig {
         let directory = self.directory().ok().flatten();
         if let Some(directory) = directory {
             let tied = !has_two_heads(&directory, &weights)?;
+            let wanted = self.get("tie_word_embeddings").and_then(Value::as_bool);
+            if wanted.is_some_and(|wanted| wanted != tied) {
+                let have = if tied { "one matrix" } else { "two matrices" };
+                return Err(Error::Config(format!(
+                    "`model.tie_word_embeddings`: the weights in {} have {have} for head and embedding; leave the key \
+                     out",
+                    directory.display()
+                )));
+            }
             if model.tied && !tied {
                 warn_of_two_heads(&directory);
             }

@@ -63,8 +63,16 @@ fn describe(reader: &Reader<'_>, defaults: &Defaults) -> Result<Description> {
     let padding = reader.integer_or("pad_token_id", 0)?;
     let dropout = reader.probability("dropout_rate", 0.1)?;
     reader.attention_dropout("dropout_rate", 0.1);
+    // A file that says that its head is its own is of T5 1.1, which does not scale.
+    let scales = reader.flag_of_file("tie_word_embeddings").unwrap_or(tied);
+    let vocab_size = reader.size_or("vocab_size", defaults.vocab_size)?;
+    let start_token = reader.integer_or("decoder_start_token_id", padding)?;
+    if start_token >= vocab_size {
+        let message = format!("must be below vocab_size = {vocab_size}, found {start_token}");
+        return Err(reader.wrong("decoder_start_token_id", message));
+    }
     let config = EncoderDecoderConfig {
-        vocab_size: reader.size_or("vocab_size", defaults.vocab_size)?,
+        vocab_size,
         hidden_size: reader.size_or("d_model", 512)?,
         num_heads: reader.size_or("num_heads", defaults.num_heads)?,
         head_dim: reader.size_or("d_kv", 64)?,
@@ -76,9 +84,8 @@ fn describe(reader: &Reader<'_>, defaults: &Defaults) -> Result<Description> {
         norm_eps: reader.eps("layer_norm_epsilon", 1e-6)?,
         dropout,
         tied,
-        // A head of its own is of T5 1.1, which does not scale.
-        scale_outputs: defaults.scales && reader.flag_or("scale_decoder_outputs", tied)?,
-        start_token: reader.integer_or("decoder_start_token_id", padding)? as u32,
+        scale_outputs: defaults.scales && reader.flag_or("scale_decoder_outputs", scales)?,
+        start_token: start_token as u32,
         initializer_factor: reader.initializer_factor()?,
     };
     let weights = weights(config.feed_forward.gated);

@@ -28,4 +28,4 @@ pub use sampling::Sampling;
 pub use stop_tokens::end_tokens;
 pub use text::AnswerText;
 pub use writer::{GenerationRanks, Prompt};
-pub(crate) use writer::{NextLogits, Writer};
+pub(crate) use writer::{NextLogits, Writer, whole_scope};

@@ -3,11 +3,12 @@
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, WithDType};
 use fulgurite_data::Tokenizer;
 use fulgurite_engine::autograd::no_grad;
+use fulgurite_engine::autograd::storage::HostElement;
 use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp};
-use fulgurite_engine::execution::read;
+use fulgurite_engine::execution::{ContextGuard, read};
 use fulgurite_engine::module::ForwardScope;
 use fulgurite_engine::random::{Purpose, Stream};
 use fulgurite_error::{Error, Result};
@@ -79,6 +80,13 @@ struct Growing<'a> {
     answer: Answer,
 }
 
+/// The scope of a generation. Ranks that share sequences in a training compute them whole here, all
+/// the same.
+pub(crate) fn whole_scope() -> ContextGuard {
+    let current = ForwardScope::current();
+    ForwardScope { training: false, loss_parallel: false, context: None, ..current }.enter()
+}
+
 impl<'a> Writer<'a> {
     /// Checks the options.
     ///
@@ -101,15 +109,7 @@ impl<'a> Writer<'a> {
         observer: &mut dyn GenerationObserver,
     ) -> Result<Vec<Answer>> {
         let generation = self.generation;
-        let _no_grad = no_grad();
-        // Ranks that share sequences in a training compute them whole here, all the same.
-        let whole = ForwardScope {
-            training: false,
-            loss_parallel: false,
-            context: None,
-            ..ForwardScope::current()
-        };
-        let _scope = whole.enter();
+        let (_no_grad, _scope) = (no_grad(), whole_scope());
         let mut growing: Vec<Growing> = prompts
             .iter()
             .flat_map(|prompt| (0..generation.samples).map(move |sample| (prompt, sample)))
@@ -195,7 +195,7 @@ impl<'a> Writer<'a> {
 
     /// Returns the numbers of the first of the ranks that compute the same tokens. Collective over
     /// them.
-    pub(crate) fn agreed(&self, tokens: Vec<u32>) -> Result<Vec<u32>> {
+    pub(crate) fn agreed<T: WithDType + HostElement>(&self, tokens: Vec<T>) -> Result<Vec<T>> {
         let Some(group) = self.ranks.as_ref().and_then(|ranks| ranks.tensor_parallel.as_ref())
         else {
             return Ok(tokens);

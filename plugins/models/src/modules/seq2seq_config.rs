@@ -47,6 +47,14 @@ impl WritingConfig {
     pub(super) fn of(config: &ModelConfig) -> Result<Self> {
         let table = Reader::new(config).table("generation")?.cloned().unwrap_or_default();
         let own: Self = fulgurite_config::parse_at("model.generation", to_table(&table)?)?;
+        for (key, value, most) in
+            [("max_new_tokens", own.max_new_tokens, 1 << 20), ("num_beams", own.num_beams, 1 << 10)]
+        {
+            if value > most {
+                let message = format!("must be at most {most}, found {value}");
+                return Err(Error::Config(format!("`model.generation.{key}`: {message}")));
+            }
+        }
         match own.generation().check().and_then(|()| own.search().check()) {
             Err(Error::Config(message)) => {
                 Err(Error::Config(message.replacen('`', "`model.generation.", 1)))

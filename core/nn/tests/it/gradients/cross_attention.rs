@@ -84,6 +84,18 @@ fn finite_differences_with_a_bias() {
     }
 }
 
+/// A term of minus infinity hides keys as a mask does.
+#[test]
+fn infinite_terms_hide_keys() {
+    let [q, k, v] = qkv(1, [1, 1], [2, 3], 2);
+    let inf = f64::NEG_INFINITY;
+    let bias = Tensor::new(&[[[[inf, inf, 0.0], [0.0, inf, 0.0]]]], &Device::Cpu).unwrap();
+    let mask = Tensor::new(&[[1u8, 1, 0]], &Device::Cpu).unwrap();
+    let y = flat(&biased_attention(&q, &k, &v, 0.7, &bias, Some(&mask)).unwrap());
+    assert_eq!(y[..2], [0.0, 0.0]);
+    assert_close("the one key that is left", &y[2..], &flat(&v)[..2], 1e-12);
+}
+
 /// The first distances of buckets, which `T5Attention._relative_position_bucket` of transformers
 /// 5.24 gives.
 #[test]
