@@ -58,7 +58,7 @@ pub use ddp::Ddp;
 pub use diloco::{Diloco, OuterSgd};
 pub use fsdp::{Fsdp, ReshardAfterForward};
 pub use gradient_compression::{Bf16Compression, Fp16Compression};
-pub use mesh_strategy::AccumulationSync;
+pub use mesh_strategy::{AccumulationSync, PipelineUnits};
 pub use mixed_precision::{DTypeName, DtypeOverride, MixedPrecisionPolicy};
 pub use model_parallel::{ModelParallel, Size};
 pub use parallelize::{HuggingFacePlan, InlinePlan, LlamaPlan, NoPlan, StyleNames};

@@ -13,8 +13,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::ReshardAfterForward;
 use crate::mesh_strategy::{
-    AccumulationSync, GradientSettings, MeshStrategy, PipelineSettings, ScheduleSource, Settings,
-    Sharding, check_expert_parallel_size,
+    AccumulationSync, GradientSettings, MeshStrategy, PipelineSettings, PipelineUnits,
+    ScheduleSource, Settings, Sharding, check_expert_parallel_size,
 };
 use crate::mixed_precision::MixedPrecisionPolicy;
 use crate::parallelize::LlamaPlan;
@@ -72,10 +72,11 @@ pub struct ModelParallel {
     /// Number of stages of each rank; by default as few as the schedule has.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pipeline_stages_per_rank: Option<usize>,
-    /// Number of the model's units (layers) in each stage; by default about even, with one less in
-    /// the first and the last stage.
+    /// Number of the model's units (layers) in each stage, or `"balanced"` for stages of about
+    /// equal work, with the head's; by default about even, with one less in the first and the last
+    /// stage.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub pipeline_units: Option<Vec<usize>>,
+    pub pipeline_units: Option<PipelineUnits>,
     /// The tensor-parallel plan: a name, or a table with a `type`. By default `"llama"` if
     /// `tensor_parallel_size` is above 1.
     #[serde(deserialize_with = "plugin::deserialize_option")]

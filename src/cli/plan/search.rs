@@ -131,7 +131,8 @@ fn changes(batches: Batches, (world, hosts): (usize, usize), has_host: bool) -> 
         });
     }
     for ranks in [2, 4] {
-        let stages = mesh(format!("pipeline_parallel_size={ranks}"));
+        let balanced = r#"pipeline_units="balanced""#;
+        let stages = mesh(format!("pipeline_parallel_size={ranks},{balanced}"));
         let sequence = mesh(format!("context_parallel_size={ranks},tensor_parallel_size=1"));
         all.push(Change::new("strategy", &format!("a pipeline of {ranks} ranks"), stages));
         all.push(Change::new("strategy", &format!("{ranks} ranks share a sequence"), sequence));

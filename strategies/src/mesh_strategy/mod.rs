@@ -35,6 +35,7 @@ mod units;
 
 pub(crate) use experts::check_size as check_expert_parallel_size;
 pub(crate) use outer::OuterSettings;
+pub use pipeline::PipelineUnits;
 pub(crate) use pipeline::{PipelineSettings, ScheduleSource};
 pub(crate) use reduction::GradientSettings;
 pub use settings::AccumulationSync;

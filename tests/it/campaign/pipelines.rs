@@ -92,8 +92,10 @@ impl Case {
         let (pipeline, stages, lists) = schedule(rng, stage_ranks, micro_batches);
         let layers = stages + rng.usize(0..=3);
         let mut pipeline: Vec<String> = pipeline.into_iter().collect();
-        if rng.u8(0..3) == 0 {
-            pipeline.push(format!("pipeline_units = {:?}", units(rng, stages, layers)));
+        match rng.u8(0..6) {
+            0 | 1 => pipeline.push(format!("pipeline_units = {:?}", units(rng, stages, layers))),
+            2 => pipeline.push("pipeline_units = 'balanced'".to_owned()),
+            _ => {}
         }
 
         let tied = rng.u8(0..4) == 0;

@@ -273,6 +273,12 @@ fn impossible_pipelines_start_no_rank() {
         ("", "trainer.precision=\"16-mixed\"", "trained in f16"),
         (", data_parallel_shard_size = 2", "", "world size"),
         (", pipeline_units = [4, 0]", "", "at least one unit"),
+        (", pipeline_units = \"even\"", "", "\"balanced\" or a list of numbers of units"),
+        (
+            ", pipeline_units = \"balanced\"",
+            "model.num_hidden_layers=1",
+            "the pipeline has 2 stages, and the model 1 unit",
+        ),
         ("", "trainer.micro_batch_size=\"auto\"", "cannot begin again"),
         (
             ", pipeline_schedule = \"dual_pipe_v\"",

@@ -11,7 +11,7 @@ use fulgurite_engine::parameter::ParameterSlot;
 use fulgurite_engine::shard::{Cut, Placement};
 use fulgurite_error::{Error, Result};
 
-use super::PipelineSettings;
+use super::{PipelineSettings, balance};
 
 /// The stages of a model, and what this rank holds of it.
 pub(in crate::mesh_strategy) struct Assignment {
@@ -69,7 +69,8 @@ impl Assignment {
             )));
         }
         let rank_of_stage = settings.source.rank_of_stages(settings.ranks)?;
-        let split = settings.split(rank_of_stage.len(), declared.units().len())?;
+        let work = balance::work(tree, declared.units().len());
+        let split = settings.split(rank_of_stage.len(), &work)?;
         let of = declared.units().len();
         let own = mesh.coordinate(PIPELINE_PARALLEL);
         let stage_of = |part: usize| match part {

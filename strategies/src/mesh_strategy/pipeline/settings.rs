@@ -1,10 +1,15 @@
 //! The schedule of a pipeline, and the units of its stages.
 
+use std::fmt;
 use std::ops::Range;
 use std::path::Path;
 
+use fulgurite_config::ConfigType;
 use fulgurite_error::{Error, Result, counted};
+use serde::de::{self, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+use super::balance::balanced;
 use crate::schedule::pipeline::{Schedule, Type};
 
 /// The origin of the schedule.
@@ -23,8 +28,68 @@ pub(crate) struct PipelineSettings {
     pub(crate) ranks: usize,
     pub(crate) source: ScheduleSource,
     /// The number of units of each stage; by default even ones.
-    pub(crate) units: Option<Vec<usize>>,
+    pub(crate) units: Option<PipelineUnits>,
 }
+
+/// The units of each stage of a pipeline.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PipelineUnits {
+    /// Stages of about equal work: the matrices that multiply a row of activations, with the head.
+    Balanced,
+    /// The number of units of each stage.
+    Counts(Vec<usize>),
+}
+
+impl Serialize for PipelineUnits {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        match self {
+            Self::Balanced => serializer.serialize_str(BALANCED),
+            Self::Counts(counts) => counts.serialize(serializer),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for PipelineUnits {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        struct Units;
+
+        impl<'de> Visitor<'de> for Units {
+            type Value = PipelineUnits;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "\"{BALANCED}\" or a list of numbers of units")
+            }
+
+            fn visit_str<E: de::Error>(self, word: &str) -> std::result::Result<PipelineUnits, E> {
+                match word {
+                    BALANCED => Ok(PipelineUnits::Balanced),
+                    other => Err(E::invalid_value(de::Unexpected::Str(other), &self)),
+                }
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(
+                self,
+                mut list: A,
+            ) -> std::result::Result<PipelineUnits, A::Error> {
+                let mut counts = Vec::new();
+                while let Some(count) = list.next_element()? {
+                    counts.push(count);
+                }
+                Ok(PipelineUnits::Counts(counts))
+            }
+        }
+
+        deserializer.deserialize_any(Units)
+    }
+}
+
+impl ConfigType for PipelineUnits {
+    fn describe() -> String {
+        format!("`\"{BALANCED}\"` or list of integers")
+    }
+}
+
+const BALANCED: &str = "balanced";
 
 impl ScheduleSource {
     /// The schedule of this name, or in the file at this path if it ends in `.csv`.
@@ -107,21 +172,34 @@ impl ScheduleSource {
 }
 
 impl PipelineSettings {
-    /// The places of each stage's units, of `units` in all.
+    /// The places of each stage's units, by the [work](super::balance::work) of what is before the
+    /// units, of each of them and of what is behind them.
     ///
     /// # Errors
     /// If there are fewer units than stages, or the given numbers do not add up.
-    pub(super) fn split(&self, stages: usize, units: usize) -> Result<Vec<Range<usize>>> {
+    pub(super) fn split(&self, stages: usize, work: &[f64]) -> Result<Vec<Range<usize>>> {
+        let units = work.len().saturating_sub(2);
+        let too_few = || {
+            Error::Config(format!(
+                "the pipeline has {}, and the model {} to cut between: each stage needs at least one. Set \
+                 `trainer.strategy.pipeline_parallel_size` (times the stages of a rank) to at most {units}",
+                counted(stages, "stage"),
+                counted(units, "unit"),
+            ))
+        };
         let counts = match &self.units {
-            Some(counts) if counts.contains(&0) => {
+            Some(PipelineUnits::Balanced) => balanced(stages, work).ok_or_else(too_few)?,
+            Some(PipelineUnits::Counts(counts)) if counts.contains(&0) => {
                 return Err(Error::Config(format!(
                     "`trainer.strategy.pipeline_units` = {counts:?}: each stage needs at least one unit"
                 )));
             }
-            Some(counts) if counts.len() == stages && counts.iter().sum::<usize>() == units => {
+            Some(PipelineUnits::Counts(counts))
+                if counts.len() == stages && counts.iter().sum::<usize>() == units =>
+            {
                 counts.clone()
             }
-            Some(counts) => {
+            Some(PipelineUnits::Counts(counts)) => {
                 return Err(Error::Config(format!(
                     "`trainer.strategy.pipeline_units` = {counts:?} names {} for {}; the pipeline has {}, and the \
                      model {} to cut between",
@@ -131,14 +209,7 @@ impl PipelineSettings {
                     counted(units, "unit"),
                 )));
             }
-            None => even(stages, units).ok_or_else(|| {
-                Error::Config(format!(
-                    "the pipeline has {}, and the model {} to cut between: each stage needs at least one. Set \
-                     `trainer.strategy.pipeline_parallel_size` (times the stages of a rank) to at most {units}",
-                    counted(stages, "stage"),
-                    counted(units, "unit"),
-                ))
-            })?,
+            None => even(stages, units).ok_or_else(too_few)?,
         };
         let mut end = 0;
         Ok(counts
@@ -174,11 +245,16 @@ mod tests {
 
     fn settings(units: Option<Vec<usize>>) -> PipelineSettings {
         let source = ScheduleSource::new("1f1b", None, 2).unwrap();
-        PipelineSettings { ranks: 2, source, units }
+        PipelineSettings { ranks: 2, source, units: units.map(PipelineUnits::Counts) }
+    }
+
+    /// The work of units alone.
+    fn work(units: usize) -> Vec<f64> {
+        [&[0.0][..], &vec![1.0; units], &[0.0]].concat()
     }
 
     fn split(stages: usize, units: usize) -> Vec<usize> {
-        let ranges = settings(None).split(stages, units).unwrap();
+        let ranges = settings(None).split(stages, &work(units)).unwrap();
         ranges.into_iter().map(|range| range.len()).collect()
     }
 
@@ -193,9 +269,9 @@ mod tests {
 
     #[test]
     fn splits_that_cannot_be_are_refused() {
-        let error = settings(None).split(4, 3).unwrap_err().to_string();
+        let error = settings(None).split(4, &work(3)).unwrap_err().to_string();
         assert!(error.contains("4 stages, and the model 3 units"), "{error}");
-        let given = |counts: &[usize]| settings(Some(counts.to_vec())).split(2, 5);
+        let given = |counts: &[usize]| settings(Some(counts.to_vec())).split(2, &work(5));
         assert_eq!(given(&[4, 1]).unwrap(), [0..4, 4..5]);
         let error = given(&[4, 2]).unwrap_err().to_string();
         assert!(error.contains("[4, 2] names 6 units for 2 stages"), "{error}");
