@@ -26,7 +26,7 @@ Four different answers to each line of a file, one JSON object each, on two rank
     --output json --devices 2 --set trainer.strategy=fsdp
 
 The model is a directory in Hugging Face's format, or a repository in the local Hub cache, or a checkpoint of a run of
-`causal_lm` or `chat`. Other keys of a run are set with --set.";
+`causal_lm`, `chat` or `seq2seq_lm`. Other keys of a run are set with --set.";
 
 /// The arguments of `fulgurite generate`.
 #[derive(Debug, Args)]

@@ -193,6 +193,13 @@ fn saved_configuration(path: &Path) -> Result<Table> {
         {
             Ok(saved)
         }
+        Some(mut saved) if module(&saved).as_deref() == Some("seq2seq_lm") => {
+            // The options of the command count.
+            if let Some(model) = saved.get_mut("model").and_then(Value::as_table_mut) {
+                model.remove("generation");
+            }
+            Ok(saved)
+        }
         Some(mut saved)
             if matches!(module(&saved).as_deref(), Some("preference" | "kto" | "grpo")) =>
         {
@@ -218,7 +225,7 @@ fn saved_configuration(path: &Path) -> Result<Table> {
         }
         Some(_) => Err(Error::checkpoint(
             path,
-            "--model: it is of a run of another `module.type` than \"causal_lm\", \"chat\", \"preference\", \"kto\" and \"grpo\", \
+            "--model: it is of a run of another `module.type` than \"causal_lm\", \"chat\", \"seq2seq_lm\", \"preference\", \"kto\" and \"grpo\", \
              which does not generate",
         )),
         None => Err(Error::checkpoint(

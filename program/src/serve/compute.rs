@@ -223,7 +223,7 @@ impl Answerer<'_> {
                 return Err(Error::Interrupted);
             }
             let mut scores = vec![None];
-            self.module.model().prompt_logits(&prompt.ids, &mut |position, logits| {
+            self.module.decoder()?.prompt_logits(&prompt.ids, &mut |position, logits| {
                 if let Some(next) = prompt.ids.get(position + 1) {
                     let found = LogSoftmax::new(logits);
                     scores.push(Some((found.of(*next), found.top(top))));
@@ -288,7 +288,7 @@ impl Answerer<'_> {
                 Ok(prompts.iter().flat_map(of).collect())
             }
             _ => Generator {
-                decoder: self.module.model(),
+                decoder: self.module.decoder()?,
                 generation,
                 tokenizer,
                 ranks: None,

@@ -223,3 +223,21 @@ fn meshes_write_the_same_texts() {
         }
     }
 }
+
+/// A checkpoint of a run has what `generate` needs.
+#[test]
+fn checkpoints_of_text_to_text_generate() {
+    let dir = data();
+    let t5 = ENCODERS.iter().find(|encoder| encoder.name == "t5").unwrap();
+    let sets = ["trainer.max_steps=1", "model.generation.num_beams=2", "checkpoint.dir=kept"];
+    assert_eq!(t5.fit(dir.path(), &sets).len(), 1);
+    let output = Command::new(env!("CARGO_BIN_EXE_fulgurite"))
+        .args(["generate", "--model", "kept/step-00000001", "--prompt", "the film"])
+        .args(["--max-new-tokens", "3"])
+        .current_dir(dir.path())
+        .output()
+        .unwrap();
+    let said = [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap());
+    assert!(output.status.success(), "{}", said[1]);
+    assert!(said[1].contains("new token"), "{}", said[1]);
+}

@@ -402,3 +402,31 @@ fn chat_prompts_are_rendered() {
         "{wrong}"
     );
 }
+
+/// The recorded texts of `t5_gated`, also where a rank has no prompt.
+#[test]
+fn encoder_decoders_write_on_every_mesh() {
+    let prompts: [&[u32]; 3] = [
+        &[34, 6, 27, 29, 22, 26, 20, 21, 26, 6, 32, 28],
+        &[42, 8, 40, 27, 7, 8, 13, 41],
+        &[42, 8, 40, 27, 7, 8, 13, 41],
+    ];
+    let dir = folder(&prompts.map(<[u32]>::to_vec));
+    let model = fixture("t5_gated").display().to_string();
+    let first = vec![36, 6, 34, 36, 6, 34, 21, 36, 6, 6, 6, 6, 6, 6];
+    let common = ["--model", &model, "--max-new-tokens", "14", "--ignore-eos", "--output", "json"];
+    let tensor = "trainer.strategy={ type = 'model_parallel', tensor_parallel_size = 2 }";
+    for (devices, strategy) in
+        [("1", "trainer.strategy=single_device"), ("2", "trainer.strategy=fsdp"), ("2", tensor)]
+    {
+        let mesh = ["--devices", devices, "--set", strategy];
+        let file = ["--input", "prompts.jsonl", "--batch-size", "1"];
+        let found = ids(&generate(dir.path(), &[&common[..], &mesh, &file].concat()));
+        assert_eq!(found, [first.clone(), vec![21; 14], vec![21; 14]], "{strategy}");
+        let sampled = ["--temperature", "1.5", "--n", "2", "--seed", "3"];
+        let found = answers(&generate(dir.path(), &[&common[..], &mesh, &file, &sampled].concat()));
+        assert_eq!(found.len(), 6, "{strategy}");
+    }
+    let error = refusal(dir.path(), &["--model", &model, "--prompt-ids", "50"]);
+    assert!(error.contains("prompt 0: token 50 is not of the model"), "{error}");
+}

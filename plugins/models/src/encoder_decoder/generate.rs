@@ -8,14 +8,14 @@ use fulgurite_error::{Error, Result};
 use super::cache::DecodedTexts;
 use super::model::{EncoderDecoder, SourceTexts};
 use crate::generation::{
-    Answer, BeamSearch, Beams, End, Generation, GenerationObserver, NextLogits, Prompt, Writer,
-    whole_scope,
+    Answer, BeamSearch, Beams, End, Generation, GenerationObserver, NextLogits, Prompt,
+    TextObserver, Writer, whole_scope,
 };
 
 impl EncoderDecoder {
-    /// Returns the texts that the model writes for the source texts, in order. One for each:
-    /// [`samples`](Generation::samples) must be 1. With several beams no token is sampled, and
-    /// texts do not end at [`stop`](Generation::stop).
+    /// Returns the texts that the model writes for the source texts, in order:
+    /// [`samples`](Generation::samples) of each. With several beams there is one of each, no token
+    /// is sampled, and texts do not end at [`stop`](Generation::stop).
     ///
     /// All ranks give the same texts. Collective if the model is sharded.
     ///
@@ -28,30 +28,36 @@ impl EncoderDecoder {
         search: &BeamSearch,
     ) -> Result<Vec<Answer>> {
         let writer = Writer { generation, tokenizer: None, ranks: None, interrupted: None };
-        self.write(source, &writer, search)
+        let indices: Vec<u64> = (0..source.ids.dim(0)? as u64).collect();
+        self.write(source, &indices, &writer, search, &mut TextObserver(&mut |_, _, _| ()))
     }
 
-    /// Writes a text for each source text. Collective if the model is sharded.
+    /// Writes texts for the source texts, which have these [indices](Prompt::index). A rank without
+    /// any has one source text, and no index. Collective if the model is sharded.
     pub(crate) fn write(
         &self,
         source: SourceTexts<'_>,
+        indices: &[u64],
         writer: &Writer<'_>,
         search: &BeamSearch,
+        observer: &mut dyn GenerationObserver,
     ) -> Result<Vec<Answer>> {
         writer.check()?;
         search.check_with(writer.generation)?;
-        if writer.generation.samples != 1 {
-            return Err(Error::Config("`samples`: an encoder-decoder writes one text".to_owned()));
-        }
         let (_no_grad, _scope) = (no_grad(), whole_scope());
         let texts = self.begin(source)?;
         if search.num_beams > 1 {
-            return self.write_beams(texts.repeated(search.num_beams)?, writer, search);
+            let texts = texts.repeated(search.num_beams)?;
+            return self.write_beams(texts, indices, writer, search);
         }
+        let texts = match writer.generation.samples {
+            1 => texts,
+            samples => texts.repeated(samples)?,
+        };
         let rows = texts.len();
-        let start = |index| Prompt { index, ids: vec![self.start_token()] };
-        let prompts: Vec<Prompt> = (0..rows as u64).map(start).collect();
-        writer.write(&mut Writing { model: self, texts, rows }, &prompts, &mut Unobserved)
+        let start = |&index: &u64| Prompt { index, ids: vec![self.start_token()] };
+        let prompts: Vec<Prompt> = indices.iter().map(start).collect();
+        writer.write(&mut Writing { model: self, texts, rows }, &prompts, observer)
     }
 
     /// Writes a text for each source by a beam search. `texts` has each source once for each beam,
@@ -59,6 +65,7 @@ impl EncoderDecoder {
     fn write_beams(
         &self,
         mut texts: DecodedTexts,
+        indices: &[u64],
         writer: &Writer<'_>,
         search: &BeamSearch,
     ) -> Result<Vec<Answer>> {
@@ -87,18 +94,18 @@ impl EncoderDecoder {
             }
             texts.take_rows(rows)?;
             let left = all.iter().filter(|beams| beams.is_open(generation)).count();
-            if !writer.any_left(left, &Unobserved)? {
+            if !writer.any_left(left, &TextObserver(&mut |_, _, _| ()))? {
                 break;
             }
         }
-        let answer = |(prompt, beams): (u64, Beams)| {
+        let answer = |(&prompt, beams): (&u64, Beams)| {
             let ids = beams.finish();
             let ends = ids.last().is_some_and(|last| generation.end_tokens.contains(last));
             let end = if ends { End::EndToken } else { End::Length };
             let text = writer.tokenizer.map(|tokenizer| tokenizer.decode(&ids)).transpose()?;
             Ok(Answer { prompt, sample: 0, ids, text, end })
         };
-        (0..).zip(all).map(answer).collect()
+        indices.iter().zip(all).map(answer).collect()
     }
 }
 
@@ -128,11 +135,4 @@ impl NextLogits for Writing<'_> {
     }
 
     fn free(&mut self, _: usize) {}
-}
-
-/// Follows nothing.
-struct Unobserved;
-
-impl GenerationObserver for Unobserved {
-    fn text(&mut self, _: u64, _: usize, _: &str) {}
 }

@@ -191,6 +191,11 @@ impl EncoderDecoder {
         Ok((linear_cross_entropy(&self.lm_head, &hidden, targets)?, likely))
     }
 
+    /// The device that the model computes on.
+    pub(crate) fn device(&self) -> &Device {
+        self.embed_tokens.weight().device()
+    }
+
     /// The token that the decoder begins with.
     pub fn start_token(&self) -> u32 {
         self.start_token
@@ -216,7 +221,7 @@ impl EncoderDecoder {
             return Err(Error::other(format!("{} tokens for {batch} texts", ids.len())));
         }
         let stack = &self.decoder;
-        let ids = Tensor::from_vec(ids.to_vec(), (batch, 1), self.embed_tokens.weight().device())?;
+        let ids = Tensor::from_vec(ids.to_vec(), (batch, 1), self.device())?;
         let at = texts.written();
         let bias = stack.position_bias.forward(at..at + 1, at + 1)?;
         let mut x = stack.embed_dropout.forward(&self.embed_tokens.forward(&ids)?)?;

@@ -46,9 +46,12 @@ impl BeamSearch {
         self.check()?;
         let Sampling { repetition_penalty, .. } = generation.sampling;
         let greedy = Sampling { repetition_penalty, ..Sampling::default() };
-        if self.num_beams > 1 && (generation.sampling != greedy || !generation.stop.is_empty()) {
+        let is_plain = generation.sampling == greedy && generation.samples == 1;
+        if self.num_beams > 1 && !(is_plain && generation.stop.is_empty()) {
             return Err(Error::Config(
-                "`num_beams`: a beam search neither samples nor ends at texts; leave those options out".to_owned(),
+                "`num_beams`: a beam search writes one text, samples nothing and does not end at texts; leave those \
+                 options out"
+                    .to_owned(),
             ));
         }
         Ok(())

@@ -21,7 +21,7 @@ pub use beams::BeamSearch;
 pub(crate) use beams::Beams;
 pub use generate::Generator;
 pub use observer::GenerationObserver;
-use observer::TextObserver;
+pub(crate) use observer::TextObserver;
 pub use options::Generation;
 pub use prompts::{PromptBatch, PromptSettings, Prompts, PromptsConfig};
 pub use sampling::Sampling;

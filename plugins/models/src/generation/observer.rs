@@ -27,7 +27,7 @@ pub trait GenerationObserver {
 }
 
 /// An observer of texts alone.
-pub(super) struct TextObserver<'a>(pub(super) &'a mut dyn FnMut(u64, usize, &str));
+pub(crate) struct TextObserver<'a>(pub(crate) &'a mut dyn FnMut(u64, usize, &str));
 
 impl GenerationObserver for TextObserver<'_> {
     fn text(&mut self, prompt: u64, sample: usize, piece: &str) {

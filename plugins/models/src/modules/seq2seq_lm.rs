@@ -16,7 +16,7 @@ use super::common::{self, TextSizes};
 use super::seq2seq_config::WritingConfig;
 use crate::config::ModelConfig;
 use crate::encoder_decoder::{EncoderDecoder, SourceTexts};
-use crate::generation::{GenerationRanks, Writer, end_tokens};
+use crate::generation::{GenerationRanks, TextObserver, Writer, end_tokens};
 use crate::weights::MappedSource;
 
 /// The keys of `[model]` that the module takes itself.
@@ -143,7 +143,10 @@ impl LightningModule for Seq2SeqLm {
             ranks: self.ranks.clone(),
             interrupted: None,
         };
-        let answers = self.model.write(source(&batch.texts), &writer, &self.writing.search())?;
+        let indices: Vec<u64> = (0..batch.texts.lengths.len() as u64).collect();
+        let (texts, search) = (source(&batch.texts), self.writing.search());
+        let observer = &mut TextObserver(&mut |_, _, _| ());
+        let answers = self.model.write(texts, &indices, &writer, &search, observer)?;
         let (rows, new) = (answers.len(), generation.max_new_tokens);
         let mut ids = Vec::with_capacity(rows * new);
         for answer in &answers {

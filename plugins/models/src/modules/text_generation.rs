@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use candle_core::{Device, Tensor};
 use fulgurite_checkpoint::TensorSource;
+use fulgurite_data::Tokenizer;
 use fulgurite_engine::module::ModuleBuilder;
 use fulgurite_error::{Error, Result};
 use fulgurite_nn::Loss;
@@ -16,12 +17,17 @@ use super::CausalLm;
 use super::common;
 use crate::config::ModelConfig;
 use crate::decoder::Decoder;
-use crate::generation::{Answer, GenerationRanks, Generator, PromptBatch, Prompts, end_tokens};
+use crate::encoder_decoder::{EncoderDecoder, SourceTexts};
+use crate::families::Architecture;
+use crate::generation::{
+    Answer, BeamSearch, GenerationRanks, Generator, Prompt, PromptBatch, Prompts, TextObserver,
+    Writer, end_tokens,
+};
 
-/// A language model that continues [`Prompts`], in a prediction. Train it as
-/// [`CausalLm`](crate::CausalLm), whose checkpoints it loads.
+/// A language model that continues [`Prompts`], or writes texts for them, in a prediction. Train it
+/// as [`CausalLm`](crate::CausalLm) or [`Seq2SeqLm`](crate::Seq2SeqLm), whose checkpoints it loads.
 pub struct TextGeneration {
-    model: Decoder,
+    network: Network,
     /// The end tokens that the model's files name, if there are files.
     end_tokens: Option<Vec<u32>>,
     ranks: Option<GenerationRanks>,
@@ -30,10 +36,29 @@ pub struct TextGeneration {
     last: Vec<Value>,
 }
 
+/// The model.
+#[derive(Debug)]
+enum Network {
+    /// Continues prompts.
+    Decoder(Box<Decoder>),
+    /// Reads prompts, and writes other texts.
+    EncoderDecoder(Box<EncoderDecoder>),
+}
+
 impl TextGeneration {
     /// The decoder.
-    pub fn model(&self) -> &Decoder {
-        &self.model
+    ///
+    /// # Errors
+    /// If the model is no decoder that continues texts.
+    pub fn decoder(&self) -> Result<&Decoder> {
+        match &self.network {
+            Network::Decoder(decoder) => Ok(decoder),
+            Network::EncoderDecoder(_) => Err(Error::Config(
+                "the model reads a text and writes another one, and a decoder that continues texts is needed here; use \
+                 `fulgurite generate`, or `fulgurite predict` with `module.type` = \"seq2seq_lm\""
+                    .to_owned(),
+            )),
+        }
     }
 
     /// The end tokens that the model's files name; `None` without files.
@@ -62,15 +87,52 @@ impl TextGeneration {
         show: &mut dyn FnMut(u64, usize, &str),
     ) -> Result<Vec<Answer>> {
         let generation = batch.settings.with_end_tokens(self.end_tokens());
-        Generator {
-            decoder: &self.model,
-            generation: &generation,
-            tokenizer: batch.settings.tokenizer.as_ref(),
-            ranks: self.ranks.clone(),
-            interrupted: self.interrupted,
+        let (tokenizer, ranks) = (batch.settings.tokenizer.as_ref(), self.ranks.clone());
+        let (generation, interrupted) = (&generation, self.interrupted);
+        match &self.network {
+            Network::Decoder(decoder) => {
+                Generator { decoder, generation, tokenizer, ranks, interrupted }
+                    .generate(&batch.prompts, show)
+            }
+            Network::EncoderDecoder(model) => {
+                let writer = Writer { generation, tokenizer, ranks, interrupted };
+                let [ids, mask] = sources(&batch.prompts, &writer, model.device())?;
+                let source = SourceTexts { ids: &ids, mask: Some(&mask) };
+                let indices: Vec<u64> = batch.prompts.iter().map(|prompt| prompt.index).collect();
+                let search = BeamSearch::default();
+                model.write(source, &indices, &writer, &search, &mut TextObserver(show))
+            }
         }
-        .generate(&batch.prompts, show)
     }
+}
+
+/// Prompts as an encoder reads them, with an end token behind each that has none: padded ids, and
+/// 1 for tokens and 0 for padding. A row of padding without prompts.
+fn sources(prompts: &[Prompt], writer: &Writer<'_>, device: &Device) -> Result<[Tensor; 2]> {
+    let ends = &writer.generation.end_tokens;
+    let end = writer.tokenizer.and_then(Tokenizer::end_of_text).or(ends.first().copied());
+    let texts = prompts.iter().map(|prompt| {
+        let mut ids = prompt.ids.clone();
+        let has_end = ids.last().is_some_and(|last| Some(*last) == end || ends.contains(last));
+        ids.extend(end.filter(|_| !has_end));
+        ids
+    });
+    let texts: Vec<Vec<u32>> = texts.collect();
+    let time = texts.iter().map(Vec::len).max().unwrap_or(1);
+    let rows = texts.len().max(1);
+    let (mut ids, mut mask) = (vec![0u32; rows * time], vec![0u8; rows * time]);
+    for (row, text) in texts.iter().enumerate() {
+        ids[row * time..][..text.len()].copy_from_slice(text);
+        mask[row * time..][..text.len()].fill(1);
+    }
+    let ids = Tensor::from_vec(ids, (rows, time), device)?;
+    Ok([ids, Tensor::from_vec(mask, (rows, time), device)?])
+}
+
+/// Whether the configuration describes an encoder-decoder.
+fn is_encoder_decoder(config: &ModelConfig) -> Result<bool> {
+    let architecture = config.clone().describe()?.architecture;
+    Ok(matches!(architecture, Architecture::EncoderDecoder(_)))
 }
 
 impl LightningModule for TextGeneration {
@@ -87,6 +149,23 @@ impl LightningModule for TextGeneration {
 
     fn configure_from_data(config: &mut ModelConfig, data: &Prompts) -> Result<()> {
         config.read_file()?;
+        if is_encoder_decoder(config)? {
+            let vocabulary = config.encoder_decoder(&[])?.vocab_size;
+            for prompt in data.prompts() {
+                let wrong =
+                    |what: String| Err(Error::Data(format!("{}: {what}", data.name(prompt.index))));
+                if prompt.ids.is_empty() {
+                    return wrong("the prompt is empty; there is nothing to read".to_owned());
+                }
+                if let Some(id) = prompt.ids.iter().find(|id| **id as usize >= vocabulary) {
+                    return wrong(format!(
+                        "token {id} is not of the model, whose tokens are below {vocabulary}; is the tokenizer another \
+                         model's?"
+                    ));
+                }
+            }
+            return Ok(());
+        }
         let decoder = config.decoder()?;
         let new = data.settings().generation.max_new_tokens;
         for prompt in data.prompts() {
@@ -100,13 +179,18 @@ impl LightningModule for TextGeneration {
 
     fn configure_model(config: &ModelConfig, b: &ModuleBuilder) -> Result<Self> {
         b.no_stages("it generates text, with the whole model");
-        let decoder = config.clone().decoder()?;
         common::name_layers::<Self>(config, b)?;
-        let model = Decoder::new(&decoder, b)?;
+        let network = match is_encoder_decoder(&common::complete(config)?)? {
+            true => {
+                let model = config.clone().encoder_decoder(&[])?;
+                Network::EncoderDecoder(Box::new(EncoderDecoder::new(&model, b)?))
+            }
+            false => Network::Decoder(Box::new(Decoder::new(&config.clone().decoder()?, b)?)),
+        };
         // The directory of a checkpoint's first weights may be gone.
         let directory = config.directory().ok().flatten();
         let end_tokens = directory.as_deref().map(end_tokens).transpose()?;
-        Ok(Self { model, end_tokens, ranks: None, interrupted: None, last: Vec::new() })
+        Ok(Self { network, end_tokens, ranks: None, interrupted: None, last: Vec::new() })
     }
 
     fn pretrained(config: &ModelConfig) -> Option<PathBuf> {
@@ -122,7 +206,7 @@ impl LightningModule for TextGeneration {
 
     fn training_step(&mut self, _: &PromptBatch, _: &mut StepContext) -> Result<Loss> {
         Err(Error::Config(
-            "`module.type` = \"text_generation\" predicts only; train and validate with \"causal_lm\"".to_owned(),
+            "`module.type` = \"text_generation\" predicts only; train and validate with \"causal_lm\" or \"seq2seq_lm\"".to_owned(),
         ))
     }
 
@@ -156,6 +240,6 @@ impl Hooks<Prompts> for TextGeneration {
 
 impl fmt::Debug for TextGeneration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TextGeneration").field("model", &self.model).finish_non_exhaustive()
+        f.debug_struct("TextGeneration").field("network", &self.network).finish_non_exhaustive()
     }
 }

@@ -162,7 +162,15 @@ fn beam_searches_refuse_samples() {
     let sampled = Generation { sampling, ..Generation::default() };
     assert!(refused(sampled, 2).contains("`num_beams`"));
     assert!(refused(Generation::default(), 0).contains("`num_beams`"));
-    assert!(refused(Generation { samples: 2, ..Generation::default() }, 1).contains("`samples`"));
+    assert!(refused(Generation { samples: 2, ..Generation::default() }, 2).contains("`num_beams`"));
+    // Without beams texts are sampled, and the same ones again.
+    let sampling = Sampling { temperature: 1.0, ..Sampling::default() };
+    let sampled = Generation { samples: 3, sampling, seed: 5, ..Generation::default() };
+    let write = || model.generate(source, &sampled, &BeamSearch::default()).unwrap();
+    let (first, again) = (write(), write());
+    assert_eq!(first, again);
+    assert_eq!(first.iter().map(|answer| answer.sample).collect::<Vec<_>>(), [0, 1, 2]);
+    assert!(first[0].ids != first[1].ids || first[1].ids != first[2].ids);
 }
 
 #[test]
