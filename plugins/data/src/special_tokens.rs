@@ -35,6 +35,8 @@ pub(crate) struct SpecialTokens {
     pub start: Option<u32>,
     /// Follows each text.
     pub end: Option<u32>,
+    /// Follows each text that the post-processor completes.
+    pub behind: Option<u32>,
     /// Stands for a hidden token.
     pub mask: Option<u32>,
     /// A warning: the end token is unknown, or a guess.
@@ -134,7 +136,8 @@ impl SpecialTokens {
             Some((_, name)) => tokenizer.token_to_id(&name),
             None => MASK_TOKENS.iter().find_map(|name| tokenizer.token_to_id(name)),
         };
-        Ok(Self { start, end, mask, warning })
+        let behind = template.behind.and_then(|name| tokenizer.token_to_id(&name));
+        Ok(Self { start, end, behind, mask, warning })
     }
 }
 

@@ -208,6 +208,15 @@ impl Tokenizer {
         }
     }
 
+    /// The id that the tokenizer itself puts behind a text that an encoder reads, as T5's does; `None`
+    /// if it puts none there.
+    pub fn added_end(&self) -> Option<u32> {
+        match &self.0 {
+            Kind::Bytes => None,
+            Kind::HuggingFace(tokenizer) => tokenizer.special.behind,
+        }
+    }
+
     /// The id that stands for a hidden token, if the tokenizer has one.
     pub fn mask_token(&self) -> Option<u32> {
         match &self.0 {

@@ -166,10 +166,12 @@ impl Export {
     fn add_end_token(&mut self, tokenizer: Option<&str>) {
         let tokenizer = tokenizer.and_then(|path| Tokenizer::from_file(path).ok());
         let end = tokenizer.and_then(|tokenizer| tokenizer.end_of_text());
-        if let (Some(end), Some(token)) = (end, self.config.get_mut("eos_token_id"))
-            && token.is_null()
-        {
-            *token = end.into();
+        let token = self.config.as_object_mut().map(|config| config.entry("eos_token_id"));
+        if let (Some(end), Some(token)) = (end, token) {
+            let token = token.or_insert(Value::Null);
+            if token.is_null() {
+                *token = end.into();
+            }
         }
     }
 

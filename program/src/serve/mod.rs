@@ -107,6 +107,7 @@ impl Serve {
         let address = listener.local_addr().map_err(Error::other)?;
         let (run, checkpoint) = self.source.run_config(RunOptions::default(), data)?;
         check(&run)?;
+        run.model.clone().decoder()?;
         let template = match (run.data.template(), &run.data.chat_template) {
             (Err(error), Some(_)) => return Err(error),
             (template, _) => template.map_err(|error| error.to_string()),

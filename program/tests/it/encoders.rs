@@ -5,7 +5,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use serde_json::json;
+use fulgurite::data::Tokenizer;
+use serde_json::{Value, json};
 
 use crate::models::{assert_close, losses_of, root};
 use crate::tasks::folder;
@@ -222,6 +223,36 @@ fn meshes_write_the_same_texts() {
             assert_eq!(found, alone, "{beams} with {strategy}");
         }
     }
+}
+
+/// `generate` reads a prompt as `predict` reads a text, with the tokens that the tokenizer puts
+/// around it.
+#[test]
+fn generate_writes_what_predict_writes() {
+    let dir = data();
+    fs::write(dir.path().join("new.jsonl"), json!({ "text": "the cat" }).to_string()).unwrap();
+    let predicted = written(dir.path(), &["model.generation.max_new_tokens=9"]);
+    let predicted: Value = serde_json::from_str(&predicted).unwrap();
+    let own = ENCODERS.iter().find(|encoder| encoder.name == "t5_gated").unwrap();
+    let generate = |prompt: &[&str]| {
+        let output = Command::new(env!("CARGO_BIN_EXE_fulgurite"))
+            .args(["generate", "--output", "json", "--max-new-tokens", "9", "--model"])
+            .arg(own.fixture())
+            .args(["--tokenizer", "tokenizer.json"])
+            .args(prompt)
+            .current_dir(dir.path())
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
+        answer["ids"].clone()
+    };
+    let tokenizer = Tokenizer::from_file_with_start(dir.path().join("tokenizer.json")).unwrap();
+    let [start, end] = [tokenizer.start_of_text(), tokenizer.added_end()].map(Option::unwrap);
+    let text = tokenizer.encode("film: the cat").unwrap();
+    let ids: Vec<String> = [&[start], &*text, &[end]].concat().iter().map(u32::to_string).collect();
+    assert_eq!(generate(&["--prompt", "film: the cat"]), predicted["outputs"]["ids"]);
+    assert_eq!(generate(&["--prompt-ids", &ids.join(",")]), predicted["outputs"]["ids"]);
 }
 
 /// A checkpoint of a run has what `generate` needs.

@@ -77,15 +77,17 @@ vectorized! {
         row.iter_mut().for_each(|x| *x *= scale);
     }
 
-    /// Gives keys that are not seen the lowest score.
-    fn hide[T: Float](row: &mut [T], mask: &[u8], lowest: T) {
-        row.iter_mut().zip(mask).for_each(|(x, &seen)| *x = if seen != 0 { *x } else { lowest });
+    /// Gives keys that are not seen the score -infinity.
+    fn hide[T: Float](row: &mut [T], mask: &[u8]) {
+        let hidden = T::ZERO - T::INFINITY;
+        row.iter_mut().zip(mask).for_each(|(x, &seen)| *x = if seen != 0 { *x } else { hidden });
     }
 
-    /// Replaces scores by probabilities. Without a score above `lowest` they are zeros.
-    fn softmax_row[T: Float](row: &mut [T], lowest: T) {
-        let top = max(row);
-        if top <= lowest && row.iter().all(|x| *x <= lowest) {
+    /// Replaces scores by probabilities. Those of a query without keys are zeros.
+    fn softmax_row[T: Float](row: &mut [T]) {
+        let (top, hidden) = (max(row), T::ZERO - T::INFINITY);
+        // NaNs do not count in `top`.
+        if top == hidden && row.iter().all(|x| *x == hidden) {
             row.fill(T::ZERO);
             return;
         }
@@ -128,7 +130,7 @@ pub(super) fn forward<T: Float>(
         (Some(bias), Some(values)) => Some(Broadcast::new(values.slice::<T>()?, bias)?),
         _ => None,
     };
-    let (scale, lowest) = (T::from_f64(of.scale), T::from_f64(f64::from(f32::MIN)));
+    let scale = T::from_f64(of.scale);
     let pairs = output.par_chunks_mut(of_queries).zip(probabilities.par_chunks_mut(of_scores));
     pairs.enumerate().for_each(|(pair, (output, p))| {
         let (sequence, head, kv) = (pair / s.heads, pair % s.heads, s.kv_of(pair));
@@ -142,9 +144,9 @@ pub(super) fn forward<T: Float>(
                 None => scale_row(row, scale),
             }
             if let Some(mask) = &mask {
-                hide(row, mask.row(sequence, head, query), lowest);
+                hide(row, mask.row(sequence, head, query));
             }
-            softmax_row(row, lowest);
+            softmax_row(row);
         }
         gemm(output, Mat::new(p, s.queries, s.keys), values, false, Threads::One);
     });

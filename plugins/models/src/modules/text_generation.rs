@@ -106,15 +106,13 @@ impl TextGeneration {
     }
 }
 
-/// Prompts as an encoder reads them, with an end token behind each that has none: padded ids, and
-/// 1 for tokens and 0 for padding. A row of padding without prompts.
+/// Prompts as an encoder reads them, each with the end that the tokenizer puts behind texts: padded
+/// ids, and 1 for tokens and 0 for padding. A row of padding without prompts.
 fn sources(prompts: &[Prompt], writer: &Writer<'_>, device: &Device) -> Result<[Tensor; 2]> {
-    let ends = &writer.generation.end_tokens;
-    let end = writer.tokenizer.and_then(Tokenizer::end_of_text).or(ends.first().copied());
+    let end = writer.tokenizer.and_then(Tokenizer::added_end);
     let texts = prompts.iter().map(|prompt| {
         let mut ids = prompt.ids.clone();
-        let has_end = ids.last().is_some_and(|last| Some(*last) == end || ends.contains(last));
-        ids.extend(end.filter(|_| !has_end));
+        ids.extend(end.filter(|end| ids.last() != Some(end)));
         ids
     });
     let texts: Vec<Vec<u32>> = texts.collect();
@@ -151,13 +149,16 @@ impl LightningModule for TextGeneration {
         config.read_file()?;
         if is_encoder_decoder(config)? {
             let vocabulary = config.encoder_decoder(&[])?.vocab_size;
+            let end = data.settings().tokenizer.as_ref().and_then(Tokenizer::added_end);
             for prompt in data.prompts() {
                 let wrong =
                     |what: String| Err(Error::Data(format!("{}: {what}", data.name(prompt.index))));
                 if prompt.ids.is_empty() {
                     return wrong("the prompt is empty; there is nothing to read".to_owned());
                 }
-                if let Some(id) = prompt.ids.iter().find(|id| **id as usize >= vocabulary) {
+                if let Some(id) =
+                    prompt.ids.iter().chain(&end).find(|id| **id as usize >= vocabulary)
+                {
                     return wrong(format!(
                         "token {id} is not of the model, whose tokens are below {vocabulary}; is the tokenizer another \
                          model's?"
@@ -190,6 +191,9 @@ impl LightningModule for TextGeneration {
         // The directory of a checkpoint's first weights may be gone.
         let directory = config.directory().ok().flatten();
         let end_tokens = directory.as_deref().map(end_tokens).transpose()?;
+        // A text that is written needs an end, and some files of T5 leave it to the tokenizer.
+        let is_writer = matches!(network, Network::EncoderDecoder(_));
+        let end_tokens = end_tokens.filter(|tokens| !(is_writer && tokens.is_empty()));
         Ok(Self { network, end_tokens, ranks: None, interrupted: None, last: Vec::new() })
     }
 

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use fulgurite_engine::module::ModuleTree;
+use fulgurite_engine::quantization::PackedPart;
 
 /// The work of what is before the units, of each unit, and of what is behind them, per row of
 /// activations: the elements of the matrices that multiply it. Of experts those of one row count,
@@ -20,8 +21,10 @@ pub(super) fn work(tree: &ModuleTree, units: usize) -> Vec<f64> {
     for (index, parameter) in tree.parameters().iter().enumerate() {
         let name = parameter.fqn();
         let is_embedding = parameter.is_embedding_or_head();
-        let shape = parameter.packed().map_or(parameter.global_shape(), |packed| &packed.shape);
-        if shape.len() < 2 {
+        let packed = parameter.packed();
+        let shape = packed.map_or(parameter.global_shape(), |packed| &packed.shape);
+        let is_scales = packed.is_some_and(|packed| packed.part == PackedPart::Scales);
+        if shape.len() < 2 || is_scales {
             continue;
         }
         let elements = shape.iter().product::<usize>() as f64;
@@ -84,6 +87,10 @@ pub(super) fn balanced(stages: usize, work: &[f64]) -> Option<Vec<usize>> {
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_core::module::{ModuleBuilder, ModuleInit, Quantization};
+    use fulgurite_core::quantization::WeightFormat;
+    use fulgurite_models::{Decoder, ModelConfig};
+
     use super::*;
 
     fn of(stages: usize, work: &[f64]) -> Vec<usize> {
@@ -98,6 +105,30 @@ mod tests {
         assert_eq!(of(2, &work(8, 20.0)), [7, 1]);
         assert_eq!(of(3, &work(3, 9.0)), [1, 1, 1]);
         assert_eq!(balanced(4, &work(3, 0.0)), None);
+    }
+
+    #[test]
+    fn packed_weights_count_once() {
+        let mut config: ModelConfig = toml::from_str(
+            "type = 'llama'
+            vocab_size = 32
+            hidden_size = 16
+            intermediate_size = 24
+            num_hidden_layers = 2
+            num_attention_heads = 2",
+        )
+        .unwrap();
+        let config = config.decoder().unwrap();
+        let of = |quantization: Option<Quantization>| {
+            let frozen = vec!["layers.*".to_owned()];
+            let init = ModuleInit { quantization, frozen, ..ModuleInit::default() };
+            let b = ModuleBuilder::new(init);
+            Decoder::new(&config, &b).unwrap();
+            work(&b.finish().unwrap(), 2)
+        };
+        let layer = f64::from(16 * (4 * 16 + 3 * 24));
+        assert_eq!(of(None), [0.0, layer, layer, f64::from(32 * 16)]);
+        assert_eq!(of(Some(Quantization::new(WeightFormat::Int8))), of(None));
     }
 
     #[test]

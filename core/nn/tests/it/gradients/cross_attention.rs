@@ -96,6 +96,17 @@ fn infinite_terms_hide_keys() {
     assert_close("the one key that is left", &y[2..], &flat(&v)[..2], 1e-12);
 }
 
+/// Equal terms change nothing, however low.
+#[test]
+fn lowest_finite_terms_hide_nothing() {
+    let [q, k, v] = qkv(1, [1, 1], [2, 3], 2).map(|x| x.to_dtype(DType::F32).unwrap());
+    let of = |term: f32| {
+        let bias = Tensor::full(term, (1, 1, 2, 3), &Device::Cpu).unwrap();
+        flat(&biased_attention(&q, &k, &v, 0.0, &bias, None).unwrap().to_dtype(DType::F64).unwrap())
+    };
+    assert_eq!(of(f32::MIN), of(0.0));
+}
+
 /// The first distances of buckets, which `T5Attention._relative_position_bucket` of transformers
 /// 5.24 gives.
 #[test]
