@@ -158,9 +158,11 @@ impl MultiHeadAttention {
     /// A layer of this shape.
     ///
     /// # Errors
-    /// If a size is 0, the heads do not divide the hidden size and have no width of their own, or
-    /// the key and value heads do not divide the heads. If `scale` is not a positive number. Also if `rope` is for another head size or the context has
-    /// another width, or if the path of a projection has a layer already.
+    /// - A size is 0, or `scale` is not a positive number.
+    /// - The heads do not divide the hidden size, and have no width of their own.
+    /// - The key and value heads do not divide the heads.
+    /// - `rope` is for another head size, or is given for a context of another width than `x`.
+    /// - The path of a projection has a layer already.
     pub fn new(b: &ModuleBuilder, config: &MultiHeadAttentionConfig) -> Result<Self> {
         let MultiHeadAttentionConfig { hidden_size, num_heads, num_kv_heads, context_size, .. } =
             *config;

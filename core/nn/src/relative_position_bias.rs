@@ -64,9 +64,10 @@ impl RelativePositionBias {
     /// A table of this shape.
     ///
     /// # Errors
-    /// If there are no heads, if the number of buckets is odd or below 4, or if the distance is not
-    /// above the number of distances with a bucket of their own. Also if the builder's path has a
-    /// layer already.
+    /// - There are no heads.
+    /// - The number of buckets is odd or below 4.
+    /// - `max_distance` is within the distances that have a bucket of their own.
+    /// - The builder's path has a layer already.
     pub fn new(b: &ModuleBuilder, config: &RelativePositionBiasConfig) -> Result<Self> {
         let RelativePositionBiasConfig { num_heads, num_buckets, max_distance, both_sides, init } =
             *config;

@@ -260,8 +260,8 @@ fn search_finds_what_none_beats() {
     assert!(numbers("peak_bytes").is_sorted_by(smaller), "each slower one is smaller: {front:?}");
     let items = 2 * 8 * 64; // of 2 ranks
     assert!(numbers("items_per_step").iter().all(|&of| of as u64 == items), "{front:?}");
-    // The smallest has small micro-batches. Whether it also has its weights on the host depends on how
-    // this CPU multiplies in bf16.
+    // The smallest has small micro-batches. Whether it also has its weights on the host has differed
+    // between CPUs.
     let sets: Vec<String> = front.iter().map(|one| one["set"].to_string()).collect();
     assert!(sets[sets.len() - 1].contains("data.batch_size=2"), "{sets:?}");
     let offloaded = ["data.batch_size=2", "trainer.accumulate_grad_batches=4", "cpu_offload"];

@@ -520,14 +520,16 @@ fn interrupt_ends_the_server_cleanly() {
 #[test]
 fn unusable_arguments_are_refused() {
     let dir = tempfile::tempdir().unwrap();
-    let model = fixture("llama").display().to_string();
-    let refusal = |args: &[&str]| {
+    let refusal_of = |model: &str, args: &[&str]| {
+        let model = fixture(model).display().to_string();
         let args = [&["serve", "--model", &model], args].concat();
         let output = command(dir.path(), &args).output().unwrap();
         assert!(!output.status.success() && output.stdout.is_empty(), "{args:?}");
         String::from_utf8(output.stderr).unwrap().trim_end().to_owned()
     };
+    let refusal = |args: &[&str]| refusal_of("llama", args);
     let free = ["--port", "0"];
+    assert_snapshot!(refusal_of("t5_gated", &free), @r#"error: `model.type`: a model of type "t5" is of another kind than this `module.type` needs: a decoder that continues texts, such as "llama"; choose another model, or another `module.type`"#);
     let with = |more: &[&str]| refusal(&[&free, more].concat());
     assert_snapshot!(with(&["--set", "trainer.devices=2"]), @"error: `fulgurite serve` computes on one rank, and 2 are asked for; leave out trainer.devices and the launcher, or generate with `fulgurite generate --devices 2`");
     assert_snapshot!(with(&["--set", "trainer.devices=auto"]), @r#"error: --set trainer.devices: `fulgurite serve` needs 1 device, found "auto""#);
