@@ -70,7 +70,7 @@ use crate::gemm::{Mat, Threads};
 /// ```
 #[must_use]
 pub fn bf16_products() -> &'static str {
-    Bf16Gemm::available().map_or("f32", Bf16Gemm::name)
+    Bf16Gemm::of_cpu().map_or("f32", Bf16Gemm::name)
 }
 
 /// The CPU's bf16 products. The existence of a value proves that the CPU has the instructions.
@@ -79,6 +79,8 @@ pub(crate) struct Bf16Gemm(Instructions);
 
 #[derive(Debug, Clone, Copy)]
 enum Instructions {
+    /// Those of a device with memory of its own, for which a plan runs dry. Nothing is computed.
+    Planned,
     #[cfg(target_arch = "x86_64")]
     Amx(amx::Amx),
     #[cfg(target_arch = "x86_64")]
@@ -129,8 +131,17 @@ pub(crate) fn use_model() -> fulgurite_engine::execution::ContextGuard {
 }
 
 impl Bf16Gemm {
-    /// Returns the fastest products of this CPU, if any. Detection runs once.
+    /// Returns the products to use, if any: the CPU's. In a plan for another device, the device's, so
+    /// that the plan does not depend on the CPU.
     pub(crate) fn available() -> Option<Self> {
+        match dry_run::has_host() {
+            true => Some(Self(Instructions::Planned)),
+            false => Self::of_cpu(),
+        }
+    }
+
+    /// Returns the fastest products of this CPU, if any. Detection runs once.
+    fn of_cpu() -> Option<Self> {
         #[cfg(test)]
         if fulgurite_engine::execution::value::<UseModel>().is_some() {
             return Some(Self(Instructions::Model(model::Model::default())));
@@ -150,8 +161,12 @@ impl Bf16Gemm {
     /// Whether a dry run skips the product. Takes and frees the memory of the packed operands.
     fn skips(self, a: Mat<bf16>, b: Mat<bf16>) -> bool {
         let skips = skips_products([a.rows, a.cols, b.cols], 1, DType::BF16);
+        if let Instructions::Planned = self.0 {
+            return true;
+        }
         if skips {
             match self.0 {
+                Instructions::Planned => {}
                 #[cfg(target_arch = "x86_64")]
                 Instructions::Amx(_) => driver::hold_packed::<amx::Amx>(a, b),
                 #[cfg(target_arch = "x86_64")]
@@ -167,6 +182,7 @@ impl Bf16Gemm {
 
     fn name(self) -> &'static str {
         match self.0 {
+            Instructions::Planned => "planned",
             #[cfg(target_arch = "x86_64")]
             Instructions::Amx(_) => "amx",
             #[cfg(target_arch = "x86_64")]
@@ -252,6 +268,7 @@ impl Bf16Gemm {
     /// As [`driver::multiply`].
     unsafe fn multiply(self, target: Target, a: Mat<bf16>, b: Mat<bf16>, threads: Threads) {
         match self.0 {
+            Instructions::Planned => unreachable!("a plan skips its products"),
             #[cfg(target_arch = "x86_64")]
             // SAFETY: the caller's promise.
             Instructions::Amx(kernel) => unsafe { driver::multiply(kernel, target, a, b, threads) },

@@ -1,5 +1,6 @@
 //! Compares products with the chains of instructions that define them.
 
+use fulgurite_engine::execution::dry_run::{DryRun, Happening};
 use half::bf16;
 
 use super::driver;
@@ -230,6 +231,7 @@ fn each_instruction_has_its_order() {
 fn name_matches_the_instructions() {
     let expected = match Bf16Gemm::available() {
         None => "f32",
+        Some(Bf16Gemm(super::Instructions::Planned)) => unreachable!("nothing runs dry here"),
         #[cfg(target_arch = "x86_64")]
         Some(Bf16Gemm(super::Instructions::Amx(_))) => "amx",
         #[cfg(target_arch = "x86_64")]
@@ -240,6 +242,21 @@ fn name_matches_the_instructions() {
     };
     assert_eq!(bf16_products(), expected);
     eprintln!("products of bf16 matrices: {expected}");
+}
+
+#[test]
+fn plans_for_devices_have_their_products() {
+    let run = DryRun::with_host();
+    let _dry = run.enter();
+    let products = Bf16Gemm::available().expect("the device's, on any CPU");
+    let ones = vec![bf16::ONE; 8];
+    let y = products.product(Mat::new(&ones, 2, 4), Mat::new(&ones, 4, 2), None, Threads::All);
+    assert_eq!(y, [bf16::ZERO; 4]);
+    let sizes = |happening: Happening| match happening {
+        Happening::Product { sizes, .. } => Some(sizes),
+        _ => None,
+    };
+    assert_eq!(run.take().into_iter().filter_map(sizes).collect::<Vec<_>>(), [[2, 4, 2]]);
 }
 
 #[cfg(target_arch = "x86_64")]
