@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 
+use super::backend::to_accumulation_dtype;
 use super::kernels::routing::{Routing, Scores, with_scores};
 use super::kernels::softmax::{softmax, softmax_backward};
 use crate::host::Float;
@@ -9,7 +10,9 @@ use crate::{Error, Result};
 use fulgurite_engine::collective::{Collective, ReduceOp};
 use fulgurite_engine::execution::read;
 use fulgurite_engine::module::ForwardScope;
+use fulgurite_engine::module::stage::StageTensors;
 use fulgurite_engine::parallel::record_function;
+use fulgurite_engine::parameter::accumulation_dtype;
 
 /// Computes the loss that balances the experts of a model, by the logits that each of its
 /// [mixtures](super::MixtureOfExperts::forward_with_logits) gave (`[rows, experts]`), as
@@ -42,44 +45,117 @@ pub fn load_balancing_loss(
     experts_per_row: usize,
     items: f64,
 ) -> Result<Tensor> {
-    let experts = match logits {
-        [first, ..] if first.rank() == 2 => first.dim(1)?,
-        _ => {
-            return Err(Error::other(
-                "the balance of experts follows from the logits [rows, experts] of at least one mixture of experts",
-            ));
+    let add = |sums, logits: &Tensor| RouterSums::add(sums, logits, experts_per_row).map(Some);
+    let (Some(sums), Some(first)) = (logits.iter().try_fold(None, add)?, logits.first()) else {
+        return Err(Error::other(MISSING));
+    };
+    sums.loss(items, accumulation_dtype(first.dtype()))
+}
+
+const MISSING: &str = "the balance of experts follows from the logits [rows, experts] of at least one mixture of \
+     experts";
+
+/// What the [loss that balances experts](load_balancing_loss) needs of the layers so far: sums over
+/// their rows. A layer adds to what the layers before gave, also on another stage of a pipeline.
+#[derive(Debug, Clone)]
+pub struct RouterSums {
+    /// The sum of each expert's probabilities, f64 `[experts]`, in the graph.
+    probabilities: Tensor,
+    /// The number of rows that use each expert, and behind them that of all rows: i64
+    /// `[experts + 1]`.
+    counts: Tensor,
+}
+
+impl RouterSums {
+    /// Adds the rows of a layer by the logits of its router (`[rows, experts]`), of which each row
+    /// uses the `experts_per_row` largest.
+    ///
+    /// # Errors
+    /// If layers differ in their number of experts, or if there are fewer experts than
+    /// `experts_per_row`.
+    pub fn add(before: Option<Self>, logits: &Tensor, experts_per_row: usize) -> Result<Self> {
+        let (rows, experts) = match logits.dims() {
+            &[rows, experts] => (rows, experts),
+            _ => return Err(Error::other(MISSING)),
+        };
+        if !(1..=experts).contains(&experts_per_row) {
+            return Err(Error::other(format!(
+                "rows cannot use {experts_per_row} of {experts} experts; expected from 1 to {experts}"
+            )));
         }
-    };
-    if !(1..=experts).contains(&experts_per_row) {
-        return Err(Error::other(format!(
-            "rows cannot use {experts_per_row} of {experts} experts; expected from 1 to {experts}"
-        )));
+        let other = before.as_ref().map(|before| before.probabilities.elem_count());
+        if let Some(other) = other.filter(|other| *other != experts) {
+            return Err(Error::other(format!(
+                "a mixture has {experts} experts, and one before it {other}; they have no common balance"
+            )));
+        }
+        let device = logits.device();
+        let probabilities = softmax(&to_accumulation_dtype(logits)?)?;
+        let routing = Routing::of(&probabilities, experts_per_row, None)?;
+        let mut counts: Vec<i64> = routing.ranges.iter().map(|range| range.len() as i64).collect();
+        counts.push(rows as i64);
+        let counts = Tensor::from_vec(counts, experts + 1, device)?;
+        let sums = with_scores(&probabilities, ColumnSums(experts))?;
+        let sums = Tensor::from_vec(sums, experts, device)?;
+        let (counts, sums) = match &before {
+            None => (counts, sums),
+            Some(before) => ((&before.counts + counts)?, (before.probabilities.detach() + sums)?),
+        };
+        let inputs: Vec<&Tensor> = std::iter::once(logits)
+            .chain(before.as_ref().map(|before| &before.probabilities))
+            .collect();
+        let (dtype, is_first) = (logits.dtype(), before.is_none());
+        let probabilities = record_function(&inputs, sums, move |_, grad| {
+            let slopes = grad.to_dtype(probabilities.dtype())?.reshape((1, experts))?;
+            let slopes = slopes.broadcast_as(probabilities.shape())?.contiguous()?;
+            let of_logits = softmax_backward(&probabilities, &slopes)?.to_dtype(dtype)?;
+            let passed = (!is_first).then(|| Some(grad.clone()));
+            Ok(std::iter::once(Some(of_logits)).chain(passed).collect())
+        })?;
+        Ok(Self { probabilities, counts })
     }
-    // Units may cast what they give.
-    let widened = |logits: &Tensor| match logits.dtype() {
-        DType::BF16 | DType::F16 => logits.to_dtype(DType::F32),
-        _ => Ok(logits.clone()),
-    };
-    let logits = logits.iter().map(widened).collect::<candle_core::Result<Vec<_>>>()?;
-    let logits = Tensor::cat(&logits, 0)?;
-    let probabilities = softmax(&logits.detach())?;
-    let routing = Routing::of(&probabilities, experts_per_row, None)?;
-    let counts: Vec<f64> = routing.ranges.iter().map(|range| range.len() as f64).collect();
-    let all = Totals { counts, rows: probabilities.dim(0)? as f64, items }.over_ranks(&logits)?;
-    let factor = all.items * experts as f64 / (all.rows * all.rows).max(1.0);
-    let slopes: Vec<f64> = all.counts.iter().map(|count| factor * count).collect();
-    let sums = with_scores(&probabilities, ColumnSums(experts))?;
-    let value: f64 = sums.iter().zip(&slopes).map(|(sum, slope)| sum * slope).sum();
-    let of = |values: &[f64], shape: &[usize]| -> Result<Tensor> {
-        let values = Tensor::from_slice(values, shape, &Device::Cpu)?;
-        Ok(values.to_dtype(probabilities.dtype())?.to_device(probabilities.device())?)
-    };
-    let (value, slopes) = (of(&[value], &[])?, of(&slopes, &[1, experts])?);
-    record_function(&[&logits], value, move |_, grad| {
-        let slopes = slopes.broadcast_mul(&grad.reshape((1, 1))?)?;
-        let d = slopes.broadcast_as(probabilities.shape())?.contiguous()?;
-        Ok(vec![Some(softmax_backward(&probabilities, &d)?)])
-    })
+
+    /// The loss over all rows, as [`load_balancing_loss`] returns it, in `dtype`. Collective like
+    /// it.
+    ///
+    /// # Errors
+    /// If a peer fails.
+    pub fn loss(&self, items: f64, dtype: DType) -> Result<Tensor> {
+        let Self { probabilities, counts } = self;
+        let mut counts: Vec<f64> = read::vec1::<i64>(counts, "the balance of experts")?
+            .into_iter()
+            .map(|count| count as f64)
+            .collect();
+        let rows = counts.pop().unwrap_or_default();
+        let experts = counts.len();
+        let all = Totals { counts, rows, items }.over_ranks(probabilities)?;
+        let factor = all.items * experts as f64 / (all.rows * all.rows).max(1.0);
+        let slopes: Vec<f64> = all.counts.iter().map(|count| factor * count).collect();
+        let sums = read::vec1::<f64>(&probabilities.detach(), "the balance of experts")?;
+        let value: f64 = sums.iter().zip(&slopes).map(|(sum, slope)| sum * slope).sum();
+        let of = |values: &[f64], shape: &[usize]| -> Result<Tensor> {
+            let values = Tensor::from_slice(values, shape, &Device::Cpu)?;
+            Ok(values.to_dtype(dtype)?.to_device(probabilities.device())?)
+        };
+        let (value, slopes) = (of(&[value], &[])?, of(&slopes, &[experts])?);
+        record_function(&[probabilities], value, move |_, grad| {
+            let of_sums = slopes.broadcast_mul(&grad.reshape(1)?)?;
+            Ok(vec![Some(of_sums.to_dtype(DType::F64)?)])
+        })
+    }
+}
+
+impl StageTensors for RouterSums {
+    fn tensors(&self) -> Vec<Tensor> {
+        vec![self.probabilities.clone(), self.counts.clone()]
+    }
+
+    fn of_tensors(tensors: Vec<Tensor>) -> Result<Self> {
+        match <[Tensor; 2]>::try_from(tensors) {
+            Ok([probabilities, counts]) => Ok(Self { probabilities, counts }),
+            Err(_) => Err(Error::other("the sums of routers are two tensors")),
+        }
+    }
 }
 
 /// The numbers of a batch that a balance needs.

@@ -101,7 +101,7 @@ pub use documents::Documents;
 pub use dropout::Dropout;
 pub use embedding::Embedding;
 pub use experts::MixtureOfExperts;
-pub use experts_balance::load_balancing_loss;
+pub use experts_balance::{RouterSums, load_balancing_loss};
 pub use experts_config::{
     CorrectionBias, ExpertActivation, MixtureOfExpertsConfig, RouterConfig, RouterScore,
     SharedExpertConfig,

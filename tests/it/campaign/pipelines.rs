@@ -29,13 +29,19 @@ const MESHES: [(&str, usize, usize); 8] = [
 ];
 
 /// Model families, with the keys that they have besides Llama's.
-const FAMILIES: [(&str, &str); 8] = [
+const FAMILIES: [(&str, &str); 9] = [
     ("llama", ""),
     ("mistral", "sliding_window = 5\n"),
     ("qwen3", ""),
     ("olmo2", ""),
     ("smollm3", ""),
     ("mixtral", "num_local_experts = 4\nnum_experts_per_tok = 2\n"),
+    // With the loss that balances experts, whose sums go from stage to stage.
+    (
+        "qwen3_moe",
+        "num_experts = 4\nnum_experts_per_tok = 2\nmoe_intermediate_size = 8\n\
+         mlp_only_layers = [0]\noutput_router_logits = true\nrouter_aux_loss_coef = 0.1\n",
+    ),
     (
         "glm4_moe",
         "n_routed_experts = 4\nnum_experts_per_tok = 2\nmoe_intermediate_size = 8\n\
@@ -119,6 +125,7 @@ impl Case {
         }
         let mut options = vec![
             "precision = 'bf16-mixed'",
+            "precision = '16-mixed'",
             "activation_checkpointing = 'full'",
             "ema_decay = 0.9",
             "freeze = ['model.embed_tokens', 'model.layers.0']",
@@ -134,8 +141,10 @@ impl Case {
         }
         rng.shuffle(&mut options);
         for option in &options[..rng.usize(0..=2)] {
-            trainer += option;
-            trainer += "\n";
+            if !(option.contains("precision") && trainer.contains("precision")) {
+                trainer += option;
+                trainer += "\n";
+            }
         }
         // Muon takes no adapters.
         let optimizers = ["muon", "adamw", "adamw", "sgd", "lion"];
@@ -164,7 +173,7 @@ impl Case {
         let whole = format!("{{ type = 'model_parallel', {} }}", self.mesh);
         let keys = if self.mesh.is_empty() { keys } else { Keys { strategy: &whole, ..keys } };
         let expected = train(self.others, keys).unwrap_or_else(|error| panic!("{self:?}: {error}"));
-        assert_eq!(expected.losses.len(), 3, "{self:?}");
+        assert!(expected.losses.len() >= 3, "{self:?}");
 
         let folder = tempfile::tempdir().unwrap();
         let mut options = vec![format!("pipeline_parallel_size = {}", self.stage_ranks)];
@@ -178,7 +187,7 @@ impl Case {
         let run = pipelined(self.others * self.stage_ranks, &options.join(", "), keys);
         let run = run.unwrap_or_else(|error| panic!("{self:?}: {error}"));
         let what = format!("{self:?}");
-        match (self.is_bitwise, self.trainer.contains("bf16")) {
+        match (self.is_bitwise, self.trainer.contains("16-mixed")) {
             (true, _) => assert_same(&what, &run, &expected),
             (false, true) => assert_within(2e-3, &what, &run, &expected),
             (false, false) => assert_within(2e-5, &what, &run, &expected),

@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Tensor};
 
-use crate::Result;
+use crate::{Error, Result};
 use fulgurite_collective::collective::ProcessGroup;
-use fulgurite_module::module::stage::{Border, Stage};
+use fulgurite_module::module::stage::{Border, BorderTensor, Stage, StageEnd};
 use fulgurite_module::parallel::Layout;
 use fulgurite_tensor::autograd::storage;
 
@@ -36,6 +36,57 @@ pub trait Pipeline: Send + Sync {
     fn last_rank(&self) -> usize;
 }
 
+impl dyn Pipeline + '_ {
+    /// Runs a forward of the whole model without a backward: `forward` is called for each stage of
+    /// this rank, and computes up to the stage's end. Returns its result on the ranks of the last
+    /// stage. `forward` gets whether the stage is the last. Collective over all ranks.
+    ///
+    /// # Errors
+    /// As `forward`, and if a peer fails.
+    pub fn forward<R>(&self, forward: impl FnMut(bool) -> Result<R>) -> Result<Option<R>> {
+        let mut work = ForwardWork { forward, result: None };
+        self.evaluate(&mut work)?;
+        Ok(work.result)
+    }
+}
+
+/// A forward of the whole model.
+struct ForwardWork<F, R> {
+    forward: F,
+    result: Option<R>,
+}
+
+impl<R, F: FnMut(bool) -> Result<R>> StageWork for ForwardWork<F, R> {
+    fn forward(
+        &mut self,
+        (_, stage): (usize, &Stage),
+        _: usize,
+        input: Option<Border>,
+    ) -> Result<Option<Border>> {
+        match stage.run(input.as_ref(), || (self.forward)(stage.is_last()))?.end {
+            StageEnd::Border(border) => Ok(Some(border.detach())),
+            StageEnd::Step(result) => {
+                self.result = Some(result);
+                Ok(None)
+            }
+        }
+    }
+
+    fn backward(
+        &mut self,
+        _: usize,
+        _: usize,
+        _: Option<Vec<Tensor>>,
+        _: bool,
+    ) -> Result<Option<Vec<Tensor>>> {
+        Err(Error::other("a forward alone has no backward"))
+    }
+
+    fn weights(&mut self, _: usize, _: usize) -> Result<()> {
+        Err(Error::other("a forward alone has no backward"))
+    }
+}
+
 /// A rank's computation in a pipeline.
 pub trait StageWork {
     /// Computes a stage's forward of a micro-batch. Stages but the first get what the stage before
@@ -50,8 +101,8 @@ pub trait StageWork {
         input: Option<Border>,
     ) -> Result<Option<Border>>;
 
-    /// Computes a stage's backward of a micro-batch, whose forward it has computed. `grad` is the
-    /// gradient of what the forward returned; `None` for the last stage. Returns the gradient of
+    /// Computes a stage's backward of a micro-batch, whose forward it has computed. `grads` are the
+    /// gradients of what the forward returned; `None` for the last stage. Returns the gradients of
     /// the input; `None` for the first stage. With `leaves_weights`, layers may leave gradients of
     /// their weights for [`weights`](Self::weights).
     ///
@@ -61,9 +112,9 @@ pub trait StageWork {
         &mut self,
         stage: usize,
         micro_batch: usize,
-        grad: Option<Tensor>,
+        grads: Option<Vec<Tensor>>,
         leaves_weights: bool,
-    ) -> Result<Option<Tensor>>;
+    ) -> Result<Option<Vec<Tensor>>>;
 
     /// Computes the gradients that a backward has left.
     ///
@@ -96,13 +147,13 @@ pub struct BorderId {
 #[derive(Debug, Default)]
 struct Known {
     /// What the stage before gave last.
-    given: Option<BorderForm>,
+    given: Option<Vec<TensorForm>>,
     /// What the stage got last.
-    got: Option<BorderForm>,
+    got: Option<Vec<TensorForm>>,
 }
 
 #[derive(Debug, Clone, PartialEq)]
-struct BorderForm {
+struct TensorForm {
     dims: Vec<usize>,
     dtype: DType,
     form: Option<(Layout, usize)>,
@@ -111,28 +162,34 @@ struct BorderForm {
 impl DryBorders {
     /// Notes what the stage before gives.
     pub fn note(&self, id: BorderId, border: &Border) {
-        let (dims, dtype) = (border.tensor.dims().to_vec(), border.tensor.dtype());
-        let given = Some(BorderForm { dims, dtype, form: border.form });
-        self.all().entry(id).or_default().given = given;
+        let form = |of: &BorderTensor| TensorForm {
+            dims: of.tensor.dims().to_vec(),
+            dtype: of.tensor.dtype(),
+            form: of.form,
+        };
+        let given = border.tensors.iter().map(form).collect();
+        self.all().entry(id).or_default().given = Some(given);
     }
 
     /// A border of the form that the stage gets, with values of no meaning. `None` if no stage
-    /// before it was run. The gradient that comes back has its form too.
+    /// before it was run. The gradients that come back have its forms too.
     ///
     /// # Errors
     /// If there is no memory for it.
     pub fn border(&self, id: BorderId, device: &Device) -> Result<Option<Border>> {
-        let form = {
+        let forms = {
             let all = &mut *self.all();
             let mut before = all.range(BorderId { stage: 0, ..id }..=id).rev();
-            let Some(form) = before.find_map(|(_, known)| known.given.clone()) else {
+            let Some(forms) = before.find_map(|(_, known)| known.given.clone()) else {
                 return Ok(None);
             };
-            all.entry(id).or_default().got = Some(form.clone());
-            form
+            all.entry(id).or_default().got = Some(forms.clone());
+            forms
         };
-        let tensor = storage::unset(form.dims, form.dtype, device)?;
-        Ok(Some(Border { tensor, form: form.form }))
+        let of_form = |TensorForm { dims, dtype, form }: TensorForm| {
+            Ok(BorderTensor { tensor: storage::unset(dims, dtype, device)?, form })
+        };
+        Ok(Some(Border { tensors: forms.into_iter().map(of_form).collect::<Result<_>>()? }))
     }
 
     /// Whether each stage got what the stage before gave. Else the ranks have to be run again.
@@ -155,7 +212,7 @@ mod tests {
 
     fn border(rows: usize) -> Border {
         let tensor = Tensor::zeros((rows, 2), DType::F32, &Device::Cpu).unwrap();
-        Border { tensor, form: Some((Layout::Replicate, 0)) }
+        Border { tensors: vec![BorderTensor { tensor, form: Some((Layout::Replicate, 0)) }] }
     }
 
     fn id(stage: usize, micro_batch: usize) -> BorderId {
@@ -164,7 +221,7 @@ mod tests {
 
     fn rows(borders: &DryBorders, id: BorderId) -> Option<usize> {
         let border = borders.border(id, &Device::Cpu).unwrap();
-        border.map(|border| border.tensor.dims()[0])
+        border.map(|border| border.tensors[0].tensor.dims()[0])
     }
 
     #[test]

@@ -76,14 +76,51 @@ pub struct Stage {
     pub of: usize,
 }
 
-/// The activation that one stage gives the next.
+/// The tensors that one stage gives the next: an activation, and perhaps others. Those of floating
+/// point get gradients.
 #[derive(Debug, Clone)]
 pub struct Border {
-    /// The activation.
+    /// The tensors, in the order of [`StageTensors::tensors`].
+    pub tensors: Vec<BorderTensor>,
+}
+
+/// A tensor that one stage gives the next.
+#[derive(Debug, Clone)]
+pub struct BorderTensor {
+    /// The tensor.
     pub tensor: Tensor,
     /// Its layout over tensor-parallel ranks, and the length of whole sequences if they hold parts
     /// of them, else 0. `None` if no plan cuts what is before it.
     pub form: Option<(Layout, usize)>,
+}
+
+/// What a unit gives the next one: an activation, or an activation with other tensors. Between
+/// stages of a pipeline its tensors are sent.
+pub trait StageTensors: Sized {
+    /// Its tensors.
+    fn tensors(&self) -> Vec<Tensor>;
+
+    /// Puts it together from [`tensors`](Self::tensors).
+    ///
+    /// # Errors
+    /// If there are more or fewer tensors.
+    fn of_tensors(tensors: Vec<Tensor>) -> Result<Self>;
+}
+
+impl StageTensors for Tensor {
+    fn tensors(&self) -> Vec<Tensor> {
+        vec![self.clone()]
+    }
+
+    fn of_tensors(tensors: Vec<Tensor>) -> Result<Self> {
+        match <[Tensor; 1]>::try_from(tensors) {
+            Ok([tensor]) => Ok(tensor),
+            Err(tensors) => {
+                let found = tensors.len();
+                Err(Error::other(format!("a stage gave {found} tensors, and one was expected")))
+            }
+        }
+    }
 }
 
 /// The end of a stage's part of a step.
@@ -99,12 +136,13 @@ pub enum StageEnd<R> {
 pub struct Computed<R> {
     /// The stage's result.
     pub end: StageEnd<R>,
-    input: Option<Input>,
+    /// `None` for the first stage.
+    input: Option<Vec<Input>>,
     /// Owns the record of the input's layout while a backward may come.
     _owner: RecordOwner,
 }
 
-/// The input of a stage.
+/// A tensor that a stage gets.
 #[derive(Debug, Clone)]
 enum Input {
     /// With a gradient.
@@ -130,14 +168,14 @@ impl<R> std::fmt::Debug for Computed<R> {
 /// A stage that computes: a value of the execution context.
 struct Running {
     stage: Stage,
-    input: Option<Tensor>,
+    input: Option<Vec<Tensor>>,
     state: Mutex<State>,
 }
 
 #[derive(Default)]
 struct State {
     began: bool,
-    output: Option<Tensor>,
+    output: Option<Vec<Tensor>>,
 }
 
 impl Running {
@@ -164,7 +202,9 @@ impl Stage {
     ) -> Result<Computed<R>> {
         let owner = RecordOwner::new();
         let input = input.map(|border| border.enter(&owner)).transpose()?;
-        let of_stage = input.as_ref().map(|input| input.tensor().clone());
+        let of_stage = input
+            .as_ref()
+            .map(|input| input.iter().map(|input| input.tensor().clone()).collect::<Vec<_>>());
         let running = Running { stage: self.clone(), input: of_stage, state: Mutex::default() };
         let (result, state) = {
             let _running = execution::enter(running);
@@ -191,16 +231,41 @@ const NO_UNITS: &str = "the step did not compute the units that are cut into the
 
 impl Border {
     /// The border at the output of a stage.
-    fn of(tensor: Tensor) -> Result<Self> {
-        let record = activations::lookup(&tensor, "the end of a pipeline stage")?;
-        let form = record.map(|record| record.activation.form()).transpose()?;
-        Ok(Self { tensor, form })
+    fn of(tensors: Vec<Tensor>) -> Result<Self> {
+        let of_tensor = |tensor: Tensor| {
+            let record = activations::lookup(&tensor, "the end of a pipeline stage")?;
+            let form = record.map(|record| record.activation.form()).transpose()?;
+            Ok(BorderTensor { tensor, form })
+        };
+        Ok(Self { tensors: tensors.into_iter().map(of_tensor).collect::<Result<_>>()? })
+    }
+
+    /// The border of gradients, which have no layout of their own.
+    #[must_use]
+    pub fn of_gradients(gradients: Vec<Tensor>) -> Self {
+        let of_tensor = |tensor| BorderTensor { tensor, form: None };
+        Self { tensors: gradients.into_iter().map(of_tensor).collect() }
     }
 
     /// This border outside of the stage's graph.
     #[must_use]
     pub fn detach(&self) -> Self {
-        Self { tensor: self.tensor.detach(), ..self.clone() }
+        let detached =
+            |of: &BorderTensor| BorderTensor { tensor: of.tensor.detach(), form: of.form };
+        Self { tensors: self.tensors.iter().map(detached).collect() }
+    }
+
+    /// The tensors as the input of a stage.
+    fn enter(&self, owner: &RecordOwner) -> Result<Vec<Input>> {
+        self.tensors.iter().map(|tensor| tensor.enter(owner)).collect()
+    }
+}
+
+impl BorderTensor {
+    /// Whether the stage before gets a gradient of it.
+    #[must_use]
+    pub fn has_gradient(&self) -> bool {
+        self.tensor.dtype().is_float()
     }
 
     /// The tensor as the input of a stage.
@@ -208,7 +273,7 @@ impl Border {
         let activation = self.form.map(activations::received).transpose()?;
         let x = &self.tensor;
         match activation {
-            activation if is_grad_enabled() && x.dtype().is_float() => {
+            activation if is_grad_enabled() && self.has_gradient() => {
                 let start = GraphStart::new(x)?;
                 if let Some(activation) = activation {
                     owner.note(start.tensor(), activation);
@@ -223,7 +288,7 @@ impl Border {
 
 impl<R> Computed<R> {
     /// Runs the backward of `root`, which was computed in this stage, and frees the stage's graph.
-    /// Returns the gradient of the stage's input, zero if none reached it, and `None` for the first
+    /// Returns the gradients of the stage's input, zero where none came, and `None` for the first
     /// stage. `check` gets the root and the gradients of variables. Without a root nothing takes a
     /// gradient.
     ///
@@ -233,45 +298,67 @@ impl<R> Computed<R> {
         self,
         root: Option<Tensor>,
         check: impl FnOnce(&Tensor, &GradStore) -> Result<()>,
-    ) -> Result<Option<Tensor>> {
+    ) -> Result<Option<Vec<Tensor>>> {
         let input = self.input.clone();
         drop(self);
         if let Some(root) = root {
             let grads = root.backward()?;
             check(&root, &grads)?;
         }
-        let of_input = |input: Input| match &input {
+        let of_input = |input: Input| match input {
             Input::Start(start) => {
                 start.take_gradient().map_or_else(|| start.tensor().zeros_like(), Ok)
             }
             Input::Constant(x) => x.zeros_like(),
         };
-        Ok(input.map(of_input).transpose()?)
+        let has_gradient = |input: &Input| input.tensor().dtype().is_float();
+        let of_inputs = |inputs: Vec<Input>| {
+            inputs
+                .into_iter()
+                .filter(has_gradient)
+                .map(of_input)
+                .collect::<candle_core::Result<_>>()
+        };
+        Ok(input.map(of_inputs).transpose()?)
     }
 
-    /// A scalar whose backward passes `grad` to the output that went to the next stage. `None` if
-    /// nothing in the stage takes a gradient.
+    /// A scalar whose backward passes `grads` to the tensors that went to the next stage, in the
+    /// order of those that [have gradients](BorderTensor::has_gradient). `None` if nothing in the
+    /// stage takes a gradient.
     ///
     /// # Errors
-    /// If the gradient has another shape or dtype than the output.
-    pub fn seed(&self, grad: Tensor) -> Result<Option<Tensor>> {
-        let StageEnd::Border(Border { tensor, .. }) = &self.end else {
+    /// If their number is another, or a gradient has another shape or dtype than its tensor.
+    pub fn seed(&self, grads: Vec<Tensor>) -> Result<Option<Tensor>> {
+        let StageEnd::Border(Border { tensors }) = &self.end else {
             return Err(Error::other("the last stage has a loss, and gets no gradient"));
         };
-        if (tensor.dims(), tensor.dtype()) != (grad.dims(), grad.dtype()) {
+        let outputs: Vec<&BorderTensor> = tensors.iter().filter(|of| of.has_gradient()).collect();
+        if outputs.len() != grads.len() {
             return Err(Error::other(format!(
-                "the next stage gave a gradient of {:?} in {:?} for an output of {:?} in {:?}",
-                grad.dims(),
-                grad.dtype(),
-                tensor.dims(),
-                tensor.dtype()
+                "the next stage gave {} gradients for {} outputs",
+                grads.len(),
+                outputs.len()
             )));
         }
-        if !tensor.track_op() {
-            return Ok(None);
+        let (mut of, mut seeds) = (Vec::new(), Vec::new());
+        for (BorderTensor { tensor, .. }, grad) in outputs.into_iter().zip(grads) {
+            if (tensor.dims(), tensor.dtype()) != (grad.dims(), grad.dtype()) {
+                return Err(Error::other(format!(
+                    "the next stage gave a gradient of {:?} in {:?} for an output of {:?} in {:?}",
+                    grad.dims(),
+                    grad.dtype(),
+                    tensor.dims(),
+                    tensor.dtype()
+                )));
+            }
+            if tensor.track_op() {
+                of.push(tensor);
+                seeds.push(Some(grad));
+            }
         }
-        let seed = Tensor::zeros((), DType::F32, tensor.device())?;
-        Ok(Some(function(&[tensor], seed, move |_, _| Ok(vec![Some(grad.clone())]))?))
+        let Some(first) = of.first() else { return Ok(None) };
+        let seed = Tensor::zeros((), DType::F32, first.device())?;
+        Ok(Some(function(&of, seed, move |_, _| Ok(seeds.clone()))?))
     }
 }
 
@@ -286,13 +373,13 @@ impl<R> Computed<R> {
 ///
 /// # Errors
 /// As `first` and `each`, and as above.
-pub fn through<M>(
+pub fn through<M, X: StageTensors>(
     units: &[Unit<M>],
-    first: impl FnOnce() -> Result<Tensor>,
-    mut each: impl FnMut(&Unit<M>, &Tensor) -> Result<Tensor>,
-) -> Result<Tensor> {
+    first: impl FnOnce() -> Result<X>,
+    mut each: impl FnMut(&Unit<M>, &X) -> Result<X>,
+) -> Result<X> {
     let Some(running) = execution::value::<Running>() else {
-        return compute(units, first()?, &mut each);
+        return units.iter().try_fold(first()?, |x, unit| each(unit, &x));
     };
     let Running { stage, input, .. } = &*running;
     if std::mem::replace(&mut running.state().began, true) {
@@ -308,26 +395,15 @@ pub fn through<M>(
         )));
     };
     let x = match input {
-        Some(input) => input.clone(),
+        Some(input) => X::of_tensors(input.clone())?,
         None => first()?,
     };
-    let y = compute(own, x, &mut each)?;
+    let y = own.iter().try_fold(x, |x, unit| each(unit, &x))?;
     if stage.is_last() {
         return Ok(y);
     }
-    running.state().output = Some(y);
+    running.state().output = Some(y.tensors());
     Err(Error::other("the stage of the pipeline ends here; the step must pass this error on"))
-}
-
-fn compute<M>(
-    units: &[Unit<M>],
-    mut x: Tensor,
-    each: &mut dyn FnMut(&Unit<M>, &Tensor) -> Result<Tensor>,
-) -> Result<Tensor> {
-    for unit in units {
-        x = each(unit, &x)?;
-    }
-    Ok(x)
 }
 
 #[cfg(test)]
@@ -372,7 +448,7 @@ mod tests {
         assert_eq!(step(&units).unwrap(), 224.0);
         let first = stage(0..1).run(None, || step(&units)).unwrap();
         let StageEnd::Border(border) = &first.end else { panic!("it is not the last") };
-        assert_eq!(border.tensor.to_scalar::<f32>().unwrap(), 2.0);
+        assert_eq!(border.tensors[0].tensor.to_scalar::<f32>().unwrap(), 2.0);
         let last = stage(1..3).run(Some(&border.detach()), || step(&units)).unwrap();
         let StageEnd::Step(result) = last.end else { panic!("it is the last") };
         assert_eq!(result, 224.0);
@@ -389,20 +465,60 @@ mod tests {
         assert!(fails(&|| step(&units[..2])).contains("computes 2 units, and has declared 3"));
         assert!(fails(&|| Err(Error::other("no data"))).contains("no data"));
         let twice = || Ok(step(&units)? + step(&units)?);
-        let input = Border { tensor: one().unwrap(), form: None };
+        let input = Border::of_gradients(vec![one().unwrap()]);
         let error = stage(1..3).run(Some(&input), twice).unwrap_err().to_string();
         assert!(error.contains("computes the model twice"), "{error}");
+    }
+
+    /// An activation, a sum over units, and how many units have computed.
+    struct Counted {
+        x: Tensor,
+        sum: Tensor,
+        units: Tensor,
+    }
+
+    impl StageTensors for Counted {
+        fn tensors(&self) -> Vec<Tensor> {
+            vec![self.x.clone(), self.units.clone(), self.sum.clone()]
+        }
+
+        fn of_tensors(tensors: Vec<Tensor>) -> Result<Self> {
+            let Ok([x, units, sum]) = <[Tensor; 3]>::try_from(tensors) else {
+                return Err(Error::other("not three"));
+            };
+            Ok(Self { x, sum, units })
+        }
+    }
+
+    fn doubling(units: &[Unit<Add>]) -> Result<Counted> {
+        let first = || {
+            let units = Tensor::zeros((), DType::U32, &Device::Cpu)?;
+            Ok(Counted { x: one()?, sum: one()?, units })
+        };
+        through(units, first, |_, before| {
+            let x = (&before.x * 2.0)?;
+            let sum = (&before.sum + &x)?;
+            Ok(Counted { x, sum, units: (&before.units + 1.0)? })
+        })
     }
 
     #[test]
     fn gradients_come_back_through_a_border() {
         let units = units();
-        let doubles = || through(&units, one, |_, x| Ok((x * 2.0)?));
-        let input = Border { tensor: one().unwrap(), form: None };
-        let computed = stage(1..2).run(Some(&input), doubles).unwrap();
-        let seed = computed.seed((one().unwrap() * 3.0).unwrap()).unwrap().unwrap();
-        assert!(computed.seed(Tensor::ones(2, DType::F32, &Device::Cpu).unwrap()).is_err());
-        let grad = computed.backward(Some(seed), |_, _| Ok(())).unwrap().unwrap();
-        assert_eq!(grad.to_scalar::<f32>().unwrap(), 6.0);
+        let input = || {
+            let units = Tensor::zeros((), DType::U32, &Device::Cpu).unwrap();
+            Border::of_gradients(vec![one().unwrap(), units, one().unwrap()])
+        };
+        let computed = stage(1..2).run(Some(&input()), || doubling(&units)).unwrap();
+        let StageEnd::Border(border) = &computed.end else { panic!("it is not the last") };
+        assert_eq!(border.tensors[1].tensor.to_scalar::<u32>().unwrap(), 1);
+        let grads = |x: f64| vec![(one().unwrap() * x).unwrap(), (one().unwrap() * 10.0).unwrap()];
+        let seed = computed.seed(grads(3.0)).unwrap().unwrap();
+        assert!(computed.seed(vec![one().unwrap()]).is_err(), "one gradient of two");
+        let wide = Tensor::ones(2, DType::F32, &Device::Cpu).unwrap();
+        assert!(computed.seed(vec![one().unwrap(), wide]).is_err(), "another shape");
+        let grads = computed.backward(Some(seed), |_, _| Ok(())).unwrap().unwrap();
+        let grads: Vec<f32> = grads.iter().map(|grad| grad.to_scalar().unwrap()).collect();
+        assert_eq!(grads, [2.0 * (3.0 + 10.0), 10.0], "of the activation and of the sum");
     }
 }

@@ -17,6 +17,23 @@ impl StrategyRuntime {
         Ok(self.lock_state()?.extensions().pipeline())
     }
 
+    /// Sets the first loss scale of a training in f16. `forward` computes the first micro-batch's loss,
+    /// which ranks of the last stage get: in the step, its scale would be too late for the others.
+    /// Collective.
+    pub(crate) fn begin_scale_in_pipeline(
+        &self,
+        forward: impl FnOnce() -> Result<Option<Loss>>,
+    ) -> Result<()> {
+        match self.loss_scale()? {
+            Some(mut scale) if !scale.has_begun() => {
+                let loss = forward()?;
+                self.begin_scale(&mut scale, loss.map_or(0.0, |loss| loss.count()))?;
+                self.set_loss_scale(scale)
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Runs a step's forwards and backwards: `run` computes them, with
     /// [`backward_of_stage`](Self::backward_of_stage). Collective.
     pub(crate) fn in_pipeline(
@@ -42,23 +59,26 @@ impl StrategyRuntime {
         self.end_backward(&mut *self.lock_state()?, context, true)
     }
 
-    /// Runs a stage's backward of a micro-batch, and returns the gradient of the stage's input. The
-    /// stage gets `grad` of its output, and the last stage none. Not collective.
+    /// Runs a stage's backward of a micro-batch, and returns the gradients of the stage's input. The
+    /// stage gets `grads` of its output, and the last stage none. Not collective.
     pub(crate) fn backward_of_stage(
         &self,
         computed: Computed<Loss>,
-        grad: Option<Tensor>,
-    ) -> Result<Option<Tensor>> {
+        grads: Option<Vec<Tensor>>,
+    ) -> Result<Option<Vec<Tensor>>> {
         let _phase = self.phase("backward");
-        let root = match (&computed.end, grad) {
+        let root = match (&computed.end, grads) {
             (StageEnd::Step(loss), None) => {
                 let sharing = self.context_parallel().map_or(1, |context| context.size());
                 loss.check_sequence_ranks(sharing)?;
                 let (context, state) = (self.context()?, &mut *self.lock_state()?);
                 self.note_loss(context, &mut state.steps, loss, true)?;
-                Some(loss.sum().clone())
+                Some(match &mut state.loss_scale {
+                    Some(scale) => self.scale_loss(loss, scale)?,
+                    None => loss.sum().clone(),
+                })
             }
-            (StageEnd::Border(_), Some(grad)) => computed.seed(grad)?,
+            (StageEnd::Border(_), Some(grads)) => computed.seed(grads)?,
             (StageEnd::Step(_), Some(_)) => {
                 return Err(Error::other("the last stage of a pipeline got a gradient"));
             }

@@ -406,13 +406,19 @@ impl StrategyRuntime {
     }
 
     /// Multiplies the loss by the loss scale. Collective in the first backward.
-    fn scale_loss(&self, loss: &Loss, scale: &mut LossScale) -> Result<Tensor> {
+    pub(super) fn scale_loss(&self, loss: &Loss, scale: &mut LossScale) -> Result<Tensor> {
         if !scale.has_begun() {
-            let count = Tensor::new(&[loss.count()], &Device::Cpu)?;
-            self.mesh.world().run(Collective::all_reduce(&count, ReduceOp::Max))?;
-            scale.begin(read::host::<f64>(&count)?[0]);
+            self.begin_scale(scale, loss.count())?;
         }
         Ok((loss.sum().to_dtype(DType::F32)? * scale.factor())?)
+    }
+
+    /// Sets the first loss scale by the count of this rank's first loss. Collective.
+    pub(super) fn begin_scale(&self, scale: &mut LossScale, count: f64) -> Result<()> {
+        let count = Tensor::new(&[count], &Device::Cpu)?;
+        self.mesh.world().run(Collective::all_reduce(&count, ReduceOp::Max))?;
+        scale.begin(read::host::<f64>(&count)?[0]);
+        Ok(())
     }
 
     /// See [`Fabric::loss_scale`](crate::fabric::Fabric::loss_scale).

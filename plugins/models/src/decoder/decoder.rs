@@ -3,13 +3,15 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
+use fulgurite_engine::module::stage::StageTensors;
 use fulgurite_engine::module::{ForwardScope, Module as _, ModuleBuilder, Unit, stage};
 use fulgurite_engine::parallel::ContextParallel;
+use fulgurite_engine::parameter::accumulation_dtype;
 use fulgurite_error::{Error, Result, counted};
 use fulgurite_nn::{
     AttentionConfig, CachedTokens, CrossEntropy, Documents, Dropout, Embedding, ExpertLoad, Linear,
-    LinearCrossEntropy, Loss, Rope, cross_entropy, linear_cross_entropy, linear_predicted_classes,
-    load_balancing_loss,
+    LinearCrossEntropy, Loss, Rope, RouterSums, cross_entropy, linear_cross_entropy,
+    linear_predicted_classes,
 };
 
 use super::config::{DecoderConfig, LoadLog};
@@ -100,12 +102,6 @@ impl Decoder {
             false => &["embed_tokens"],
         };
         model.stages(before, &layers);
-        if config.balance().is_some() {
-            model.no_stages(
-                "the loss that balances experts needs the routers of all layers, which no stage has; set \
-                 `model.output_router_logits = false`",
-            );
-        }
         let norm = Norm::new(&model.pp("norm"), config.norm, config.hidden_size, config.norm_eps)?;
         edges::declare(config, b);
         Ok(Self {
@@ -136,16 +132,16 @@ impl Decoder {
     /// Returns the cross entropy of `targets`, the tokens after `ids`; targets below 0 are ignored.
     ///
     /// With [`balance`](super::ExpertsConfig::balance), adds its factor times the
-    /// [loss that balances experts](load_balancing_loss) over the tokens of all layers to the mean.
+    /// [loss that balances experts](fulgurite_nn::load_balancing_loss) over the tokens of all layers to the mean.
     /// Then collective over the ranks whose batches form the whole batch.
     ///
     /// # Errors
     /// As [`forward`](Self::forward), and if a peer fails.
     pub fn loss(&self, ids: &Tensor, targets: &Tensor) -> Result<Loss> {
-        let (hidden, logits) = self.hidden_and_routing(ids)?;
+        let (hidden, sums) = self.hidden_and_sums(ids, self.balance)?;
         let loss = self.loss_of(&hidden, targets)?;
-        let Some((experts_per_token, factor)) = self.balance else { return Ok(loss) };
-        let balance = load_balancing_loss(&logits, experts_per_token, loss.count())?;
+        let (Some(sums), Some((_, factor))) = (sums, self.balance) else { return Ok(loss) };
+        let balance = sums.loss(loss.count(), accumulation_dtype(hidden.dtype()))?;
         let balance = (balance.to_dtype(loss.sum().dtype())? * factor)?;
         Ok(Loss::new((loss.sum() + balance)?, loss.count()))
     }
@@ -206,12 +202,15 @@ impl Decoder {
     /// # Errors
     /// As [`forward`](Self::forward).
     pub fn hidden(&self, ids: &Tensor) -> Result<Tensor> {
-        Ok(self.hidden_and_routing(ids)?.0)
+        Ok(self.hidden_and_sums(ids, None)?.0)
     }
 
-    /// The [`hidden`](Self::hidden) states, and for the loss that balances experts the logits of
-    /// all routers.
-    fn hidden_and_routing(&self, ids: &Tensor) -> Result<(Tensor, Vec<Tensor>)> {
+    /// The [`hidden`](Self::hidden) states, and with a balance of experts the sums of all routers.
+    fn hidden_and_sums(
+        &self,
+        ids: &Tensor,
+        balance: Option<(usize, f64)>,
+    ) -> Result<(Tensor, Option<RouterSums>)> {
         let (batch, time) = ids.dims2()?;
         let context = ForwardScope::current().context;
         let cached = CachedTokens::current();
@@ -220,14 +219,21 @@ impl Decoder {
             None => time * context.as_ref().map_or(1, ContextParallel::size),
         };
         check_length(whole, self.max_positions)?;
-        let embed = || self.embed(ids, [batch, time], context, cached);
-        let mut logits = Vec::new();
-        let x = stage::through(&self.layers, embed, |layer, x| {
-            let (y, of_router) = layer.call(x, DecoderLayer::forward)?;
-            logits.extend(of_router);
-            Ok(y)
+        let embed = || {
+            let x = self.embed(ids, [batch, time], context, cached)?;
+            Ok(Passed { x, sums: None })
+        };
+        let Passed { x, sums } = stage::through(&self.layers, embed, |layer, before: &Passed| {
+            let (x, logits) = layer.call(&before.x, DecoderLayer::forward)?;
+            let sums = match (before.sums.clone(), logits, balance) {
+                (sums, Some(logits), Some((experts_per_token, _))) => {
+                    Some(RouterSums::add(sums, &logits, experts_per_token)?)
+                }
+                (sums, _, _) => sums,
+            };
+            Ok(Passed { x, sums })
         })?;
-        Ok((self.norm.forward(&x)?, logits))
+        Ok((self.norm.forward(&x)?, sums))
     }
 
     /// Returns what the first layer gets.
@@ -296,6 +302,27 @@ impl Decoder {
             None => linear_cross_entropy(self.head()?, hidden, targets),
             Some(_) => cross_entropy(&self.logits(hidden)?, targets),
         }
+    }
+}
+
+/// What a layer gives the next.
+struct Passed {
+    x: Tensor,
+    /// Behind the first layer with experts, for the loss that balances them.
+    sums: Option<RouterSums>,
+}
+
+impl StageTensors for Passed {
+    fn tensors(&self) -> Vec<Tensor> {
+        let sums = self.sums.iter().flat_map(StageTensors::tensors);
+        std::iter::once(self.x.clone()).chain(sums).collect()
+    }
+
+    fn of_tensors(mut tensors: Vec<Tensor>) -> Result<Self> {
+        let sums = tensors.split_off(tensors.len().min(1));
+        let x = Tensor::of_tensors(tensors)?;
+        let sums = (!sums.is_empty()).then(|| RouterSums::of_tensors(sums)).transpose()?;
+        Ok(Self { x, sums })
     }
 }
 

@@ -1,7 +1,7 @@
 //! An encoder from tokens or patches to hidden states.
 
 use candle_core::{DType, Tensor};
-use fulgurite_engine::module::{Module, ModuleBuilder, Unit};
+use fulgurite_engine::module::{Module, ModuleBuilder, Unit, stage};
 use fulgurite_engine::parameter::{Init, Parameter};
 use fulgurite_error::{Error, Result};
 use fulgurite_nn::functional::add;
@@ -69,11 +69,18 @@ impl Encoder {
             let attention = AttentionConfig { rope, ..config.attention(*layer) };
             model.unit(&format!("layers.{i}"), |b| EncoderLayer::new(b, config, *layer, &attention))
         };
+        let embeddings = Embeddings::new(config, &model)?;
+        let norm_of_embeddings = config.embedding_norm.then(|| norm("embed_norm")).transpose()?;
+        let dropout = Dropout::new(&model.pp("embed_dropout"), config.embedding_dropout)?;
+        let layers = config.layers.iter().enumerate().map(layer).collect::<Result<Vec<_>>>()?;
+        let mut before = embeddings.names();
+        before.extend(norm_of_embeddings.is_some().then_some("embed_norm"));
+        model.stages(&before, &layers);
         Ok(Self {
-            embeddings: Embeddings::new(config, &model)?,
-            norm_of_embeddings: config.embedding_norm.then(|| norm("embed_norm")).transpose()?,
-            dropout: Dropout::new(&model.pp("embed_dropout"), config.embedding_dropout)?,
-            layers: config.layers.iter().enumerate().map(layer).collect::<Result<_>>()?,
+            embeddings,
+            norm_of_embeddings,
+            dropout,
+            layers,
             norm: (!config.post_norm).then(|| norm("norm")).transpose()?,
         })
     }
@@ -100,14 +107,14 @@ impl Encoder {
             EncoderInput::Pictures(_) => None,
         };
         let _documents = mask.as_ref().map(Documents::enter);
-        let mut x = self.embeddings.forward(input)?;
-        if let Some(norm) = &self.norm_of_embeddings {
-            x = norm.forward(&x)?;
-        }
-        let mut x = self.dropout.forward(&x)?;
-        for layer in &self.layers {
-            x = layer.forward(&x)?;
-        }
+        let embed = || {
+            let mut x = self.embeddings.forward(input)?;
+            if let Some(norm) = &self.norm_of_embeddings {
+                x = norm.forward(&x)?;
+            }
+            self.dropout.forward(&x)
+        };
+        let x = stage::through(&self.layers, embed, |layer, x| layer.forward(x))?;
         match &self.norm {
             None => Ok(x),
             Some(norm) => norm.forward(&x),
@@ -146,6 +153,20 @@ impl Embeddings {
                     positions: b.parameter("position_embeddings", positions, init)?,
                 })
             }
+        }
+    }
+
+    /// The names of their modules and parameters.
+    fn names(&self) -> Vec<&'static str> {
+        match self {
+            Self::Text { positions, segments, .. } => {
+                let others = [
+                    positions.as_ref().map(|_| "embed_positions"),
+                    segments.as_ref().map(|_| "embed_segments"),
+                ];
+                std::iter::once("embed_tokens").chain(others.into_iter().flatten()).collect()
+            }
+            Self::Patches { .. } => vec!["embed_patches", "class_token", "position_embeddings"],
         }
     }
 

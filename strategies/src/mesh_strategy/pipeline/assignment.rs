@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use candle_core::DType;
 use fulgurite_engine::collective::ProcessGroup;
 use fulgurite_engine::mesh::{DeviceMesh, PIPELINE_PARALLEL};
 use fulgurite_engine::module::ModuleTree;
@@ -57,15 +56,6 @@ impl Assignment {
                  and stages do not exchange buffers. A buffer that is constant, or set after steps alone, is declared \
                  with `BufferOptions::not_set_in_forward`",
                 buffer.fqn()
-            )));
-        }
-        let in_f16 =
-            |slot: &&ParameterSlot| slot.requires_grad() && slot.compute_dtype() == DType::F16;
-        if let Some(slot) = tree.slots().iter().find(in_f16) {
-            return Err(Error::Config(format!(
-                "`trainer.strategy.pipeline_parallel_size`: `{}` is trained in f16, whose loss scale no pipeline has; \
-                 compute in bf16 (`trainer.precision = \"bf16-mixed\"`)",
-                slot.fqn()
             )));
         }
         let rank_of_stage = settings.source.rank_of_stages(settings.ranks)?;

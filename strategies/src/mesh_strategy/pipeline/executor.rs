@@ -191,10 +191,12 @@ impl Step<'_> {
                 work.forward((stage, &stages[stage]), micro_batch, input)?
             }
             Kind::Backward | Kind::BackwardInput => {
-                let grad = self.take(action)?.map(|border| border.tensor);
+                let grads = self
+                    .take(action)?
+                    .map(|border| border.tensors.into_iter().map(|of| of.tensor).collect());
                 let leaves_weights = kind == Kind::BackwardInput;
-                let grad = work.backward(stage, micro_batch, grad, leaves_weights)?;
-                grad.map(|tensor| Border { tensor, form: None })
+                let grads = work.backward(stage, micro_batch, grads, leaves_weights)?;
+                grads.map(Border::of_gradients)
             }
             Kind::BackwardWeight => {
                 work.weights(stage, micro_batch)?;

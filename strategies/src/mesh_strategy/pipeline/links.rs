@@ -3,8 +3,8 @@
 //! Each ordered pair of neighbours has a group of its own, in which the first only sends and the
 //! second only receives. A thread receives what comes in a step, so a rank's sends never wait for
 //! what the other computes, and no order of actions can make two ranks wait for each other's
-//! messages. A message is a head of fixed size, which says what follows, and a tensor: lengths
-//! may differ from micro-batch to micro-batch. In a dry run nothing comes: the rank receives what
+//! messages. A message has a head of fixed size for each tensor, which says what follows, and the
+//! tensor: lengths may differ from micro-batch to micro-batch. In a dry run nothing comes: the rank receives what
 //! [`DryBorders`] says.
 
 use std::collections::{BTreeMap, HashMap};
@@ -15,7 +15,7 @@ use candle_core::{DType, Device, Tensor};
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::collective::{Label, ProcessGroup, Work};
 use fulgurite_engine::execution::{self, ContextGuard, dry_run, read};
-use fulgurite_engine::module::stage::Border;
+use fulgurite_engine::module::stage::{Border, BorderTensor};
 use fulgurite_engine::parallel::Layout;
 use fulgurite_engine::strategy::{BorderId, DryBorders};
 use fulgurite_error::{Error, Result};
@@ -40,11 +40,12 @@ pub(super) struct Links {
     device: Device,
 }
 
-/// Numbers in a message's head.
+/// Numbers in a tensor's head.
 const HEAD: usize = 16;
 /// Dimensions of a tensor at most.
-const MAX_DIMS: usize = 8;
-const DTYPES: [DType; 4] = [DType::F32, DType::BF16, DType::F16, DType::F64];
+const MAX_DIMS: usize = 7;
+const DTYPES: [DType; 6] =
+    [DType::F32, DType::BF16, DType::F16, DType::F64, DType::U32, DType::I64];
 
 impl Links {
     /// Makes the groups of neighbouring stages. Collective over the pipeline.
@@ -78,12 +79,16 @@ impl Links {
     /// Starts to send a message to a rank of the pipeline.
     pub(super) fn send(&self, to: usize, key: Key, border: &Border) -> Result<Sent> {
         let group = self.out.get(&to).ok_or_else(|| not_linked(to))?;
-        let head = Tensor::new(&head(key, border)?, &Device::Cpu)?;
         let _label = label(key);
-        let of_head = group.send(&head, 1)?;
-        let tensor = border.tensor.detach().contiguous()?;
-        let of_tensor = group.send(&tensor, 1)?;
-        Ok(Sent { works: [of_head, of_tensor], _held: [head, tensor] })
+        let mut sent = Sent { works: Vec::new(), _held: Vec::new() };
+        for (behind, of) in (0..border.tensors.len()).rev().zip(&border.tensors) {
+            let head = Tensor::new(&head(key, of, behind)?, &Device::Cpu)?;
+            for tensor in [head, of.tensor.detach().contiguous()?] {
+                sent.works.push(group.send(&tensor, 1)?);
+                sent._held.push(tensor);
+            }
+        }
+        Ok(sent)
     }
 
     /// Waits for a message of a rank of the pipeline. Not while [`receive_all`](Self::receive_all)
@@ -141,8 +146,8 @@ fn not_linked(rank: usize) -> Error {
 
 /// A message under way, and its memory.
 pub(super) struct Sent {
-    works: [Work; 2],
-    _held: [Tensor; 2],
+    works: Vec<Work>,
+    _held: Vec<Tensor>,
 }
 
 impl Sent {
@@ -165,7 +170,7 @@ pub(super) struct DryInbox {
     step: usize,
     incoming: BTreeMap<usize, Arc<dyn ProcessGroup>>,
     device: Device,
-    messages: HashMap<Key, ([Work; 2], Border)>,
+    messages: HashMap<Key, (Vec<Work>, Border)>,
 }
 
 #[derive(Default)]
@@ -253,15 +258,20 @@ impl DryInbox {
             return Ok(true);
         }
         let (direction, stage, micro_batch) = key;
-        // A gradient has the form of what the next stage got.
-        let stage = if direction == Direction::Forward { stage } else { stage + 1 };
+        // Gradients have the forms of what the next stage got.
+        let is_forward = direction == Direction::Forward;
+        let stage = if is_forward { stage } else { stage + 1 };
         let id = BorderId { step: self.step, micro_batch, stage };
-        let Some(border) = self.borders.border(id, &self.device)? else { return Ok(false) };
+        let Some(mut border) = self.borders.border(id, &self.device)? else { return Ok(false) };
+        border.tensors.retain(|of| is_forward || of.has_gradient());
         let group = self.incoming.get(&from).ok_or_else(|| not_linked(from))?;
         let _label = label(key);
-        let of_head = group.recv(&Tensor::zeros(HEAD, DType::F64, &Device::Cpu)?, 0)?;
-        let of_tensor = group.recv(&border.tensor, 0)?;
-        self.messages.insert(key, ([of_head, of_tensor], border));
+        let mut works = Vec::new();
+        for of in &border.tensors {
+            works.push(group.recv(&Tensor::zeros(HEAD, DType::F64, &Device::Cpu)?, 0)?);
+            works.push(group.recv(&of.tensor, 0)?);
+        }
+        self.messages.insert(key, (works, border));
         Ok(true)
     }
 
@@ -285,17 +295,21 @@ fn label((direction, stage, micro_batch): Key) -> ContextGuard {
     Label::enter(format!("{what} {stage}, micro-batch {micro_batch}"))
 }
 
-fn head((direction, stage, micro_batch): Key, border: &Border) -> Result<[f64; HEAD]> {
-    let (dims, dtype) = (border.tensor.dims(), border.tensor.dtype());
-    let dtype = DTYPES.iter().position(|known| *known == dtype);
-    let Some(dtype) = dtype.filter(|_| dims.len() <= MAX_DIMS) else {
+/// The head of a tensor of a message, which has so many further tensors behind it.
+fn head(
+    (direction, stage, micro_batch): Key,
+    BorderTensor { tensor, form }: &BorderTensor,
+    behind: usize,
+) -> Result<[f64; HEAD]> {
+    let (dims, dtype) = (tensor.dims(), tensor.dtype());
+    let known = DTYPES.iter().position(|known| *known == dtype);
+    let Some(known) = known.filter(|_| dims.len() <= MAX_DIMS) else {
         return Err(Error::other(format!(
-            "stages of a pipeline pass on floating-point tensors of up to {MAX_DIMS} dimensions, got {:?} in {:?}",
-            dims,
-            border.tensor.dtype()
+            "stages of a pipeline pass on tensors of up to {MAX_DIMS} dimensions in {DTYPES:?}, got {dims:?} in \
+             {dtype:?}"
         )));
     };
-    let (layout, dim, sequence) = match border.form {
+    let (layout, dim, sequence) = match *form {
         None => (0.0, 0.0, 0),
         Some((Layout::Replicate, sequence)) => (1.0, 0.0, sequence),
         Some((Layout::Shard(dim), sequence)) => (2.0, dim as f64, sequence),
@@ -304,31 +318,38 @@ fn head((direction, stage, micro_batch): Key, border: &Border) -> Result<[f64; H
         }
     };
     let direction = f64::from(u8::from(direction == Direction::Backward));
-    let fixed = [direction, stage as f64, micro_batch as f64, dtype as f64, layout, dim];
+    let fixed = [direction, stage as f64, micro_batch as f64, known as f64, layout, dim];
     let mut head = [0.0; HEAD];
     head[..6].copy_from_slice(&fixed);
     head[6] = sequence as f64;
-    head[7] = dims.len() as f64;
-    for (place, dim) in head[8..].iter_mut().zip(dims) {
+    head[7] = behind as f64;
+    head[8] = dims.len() as f64;
+    for (place, dim) in head[9..].iter_mut().zip(dims) {
         *place = *dim as f64;
     }
     Ok(head)
 }
 
 fn receive(group: &dyn ProcessGroup, device: &Device) -> Result<(Key, Border)> {
-    let head = Tensor::zeros(HEAD, DType::F64, &Device::Cpu)?;
-    group.recv(&head, 0)?.wait()?;
-    let head = read::host::<f64>(&head)?;
-    let number = |place: usize| head[place] as usize;
-    let direction = if head[0] == 0.0 { Direction::Forward } else { Direction::Backward };
-    let (rank, dtype) = (number(7).min(MAX_DIMS), DTYPES[number(3).min(DTYPES.len() - 1)]);
-    let dims: Vec<usize> = (0..rank).map(|dim| number(8 + dim)).collect();
-    let form = match number(4) {
-        0 => None,
-        1 => Some((Layout::Replicate, number(6))),
-        _ => Some((Layout::Shard(head[5] as isize), number(6))),
-    };
-    let tensor = storage::unset(dims, dtype, device)?;
-    group.recv(&tensor, 0)?.wait()?;
-    Ok(((direction, number(1), number(2)), Border { tensor, form }))
+    let mut tensors = Vec::new();
+    loop {
+        let head = Tensor::zeros(HEAD, DType::F64, &Device::Cpu)?;
+        group.recv(&head, 0)?.wait()?;
+        let head = read::host::<f64>(&head)?;
+        let number = |place: usize| head[place] as usize;
+        let direction = if head[0] == 0.0 { Direction::Forward } else { Direction::Backward };
+        let (rank, dtype) = (number(8).min(MAX_DIMS), DTYPES[number(3).min(DTYPES.len() - 1)]);
+        let dims: Vec<usize> = (0..rank).map(|dim| number(9 + dim)).collect();
+        let form = match number(4) {
+            0 => None,
+            1 => Some((Layout::Replicate, number(6))),
+            _ => Some((Layout::Shard(head[5] as isize), number(6))),
+        };
+        let tensor = storage::unset(dims, dtype, device)?;
+        group.recv(&tensor, 0)?.wait()?;
+        tensors.push(BorderTensor { tensor, form });
+        if number(7) == 0 {
+            return Ok(((direction, number(1), number(2)), Border { tensors }));
+        }
+    }
 }

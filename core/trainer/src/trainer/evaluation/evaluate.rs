@@ -5,7 +5,6 @@ use std::ops::ControlFlow;
 
 use candle_core::Tensor;
 
-use crate::trainer::evaluation::pipeline::{Logs, evaluate_in_pipeline};
 use crate::trainer::module::hooks::Hook;
 use crate::trainer::module::runner::Loading;
 use crate::trainer::record::display::EvaluationProgress;
@@ -234,16 +233,16 @@ fn evaluate_set(
     let interrupted =
         each_batch(session, set.split, hooks, sized, &mut |session, batch, padding| {
             ctx.begin_batch(batch.index, batch.samples.indices().len(), padding);
-            let mut step = |logs: Logs| {
-                ctx.is_muted = logs == Logs::No;
+            let mut step = |is_last: bool| {
+                ctx.is_muted = !is_last;
                 match stage {
                     EvaluationStage::Validation => session.runner.validation_step(&mut ctx),
                     EvaluationStage::Test => session.runner.test_step(&mut ctx),
                 }
             };
             let loss = match &pipeline {
-                None => Some(step(Logs::Yes)?),
-                Some(pipeline) => evaluate_in_pipeline(&**pipeline, &mut step)?,
+                None => Some(step(true)?),
+                Some(pipeline) => pipeline.forward(&mut step)?,
             };
             if let Some(loss) = loss.filter(|_| !padding) {
                 let loss_sum = loss.sum_tensor()?;
@@ -325,13 +324,13 @@ fn predict(session: &mut Session) -> Result<Predicted> {
     let interrupted =
         each_batch(session, Split::Predict, &hooks, sized, &mut |session, batch, padding| {
             ctx.begin_batch(batch.index, batch.samples.indices().len(), padding);
-            let mut step = |logs: Logs| {
-                ctx.is_muted = logs == Logs::No;
+            let mut step = |is_last: bool| {
+                ctx.is_muted = !is_last;
                 session.runner.predict_step(&mut ctx)
             };
             let output = match &pipeline {
-                None => Some(step(Logs::Yes)?),
-                Some(pipeline) => evaluate_in_pipeline(&**pipeline, &mut step)?,
+                None => Some(step(true)?),
+                Some(pipeline) => pipeline.forward(&mut step)?,
             };
             if let Some(output) = output.filter(|_| !padding) {
                 let output = output.detach();

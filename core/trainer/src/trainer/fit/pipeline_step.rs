@@ -1,6 +1,7 @@
 //! The forwards and backwards of a step whose ranks compute different stages of the model.
 
 use std::collections::HashMap;
+use std::fmt::Display;
 
 use candle_core::Tensor;
 
@@ -12,7 +13,7 @@ use crate::trainer::module::runner::ModuleRunner;
 use crate::trainer::run_plan::check_time;
 use crate::trainer::session::Session;
 use crate::{Error, Result};
-use fulgurite_engine::autograd::detect_anomaly;
+use fulgurite_engine::autograd::{detect_anomaly, no_grad};
 use fulgurite_engine::data::StepSamples;
 use fulgurite_engine::execution::dry_run;
 use fulgurite_engine::memory;
@@ -46,8 +47,15 @@ impl Session {
         let (computed, left) = (HashMap::new(), HashMap::new());
         let mut work = TrainingWork { fabric, runner, ctx, batches: &batches, computed, left };
         let runtime = &fabric.runtime;
-        let result =
-            runtime.in_pipeline(pipeline, || pipeline.train(of_step.micro_batches, &mut work));
+        let result = runtime
+            .begin_scale_in_pipeline(|| {
+                let _no_grad = no_grad();
+                work.ctx.is_muted = true;
+                pipeline.forward(|_| work.step(0, false, "for the first loss scale"))
+            })
+            .and_then(|()| {
+                runtime.in_pipeline(pipeline, || pipeline.train(of_step.micro_batches, &mut work))
+            });
         self.runner.forget_kept_batches();
         result?;
         for micro_batch in 0..of_step.micro_batches as u64 {
@@ -79,6 +87,26 @@ struct TrainingWork<'a> {
     left: HashMap<(usize, usize), LaterGradients>,
 }
 
+impl TrainingWork<'_> {
+    /// Computes the module's step on a micro-batch. `what` is for messages.
+    fn step(&mut self, micro_batch: usize, training: bool, what: impl Display) -> Result<Loss> {
+        let Self { fabric, runner, ctx, batches, .. } = self;
+        let MicroBatch { samples, first_sample, is_padding } = batches[micro_batch];
+        ctx.begin_batch(micro_batch as u64, samples, is_padding);
+        let step = ctx.step;
+        let loss = runner.kept_training_step(micro_batch, ctx, &mut |forward| {
+            let scope = fabric.scope(training, step, first_sample);
+            let _scope = ForwardScope { is_padding, ..scope }.enter();
+            let _phase = fabric.measurements().phase("forward");
+            forward().map_err(|error| {
+                let place = format!("in training_step of step {step}, {what}");
+                explain_mismatch(error).during(place)
+            })
+        })?;
+        if is_padding { loss.ignored() } else { Ok(loss) }
+    }
+}
+
 impl StageWork for TrainingWork<'_> {
     fn forward(
         &mut self,
@@ -86,29 +114,15 @@ impl StageWork for TrainingWork<'_> {
         micro_batch: usize,
         input: Option<Border>,
     ) -> Result<Option<Border>> {
-        let Self { fabric, runner, ctx, batches, computed, .. } = self;
-        let MicroBatch { samples, first_sample, is_padding } = batches[micro_batch];
-        ctx.begin_batch(micro_batch as u64, samples, is_padding);
-        ctx.is_muted = !stage.is_last();
-        let step = ctx.step;
+        self.ctx.is_muted = !stage.is_last();
         mark("forward", index, micro_batch)?;
-        let of_stage = stage.run(input.as_ref(), || {
-            let loss = runner.kept_training_step(micro_batch, ctx, &mut |forward| {
-                let scope = fabric.scope(true, step, first_sample);
-                let _scope = ForwardScope { is_padding, ..scope }.enter();
-                let _phase = fabric.measurements().phase("forward");
-                forward().map_err(|error| {
-                    let place = format!("in training_step of step {step}, stage {index}");
-                    explain_mismatch(error).during(place)
-                })
-            })?;
-            if is_padding { loss.ignored() } else { Ok(loss) }
-        })?;
+        let what = format_args!("stage {index}");
+        let of_stage = stage.run(input.as_ref(), || self.step(micro_batch, true, what))?;
         let border = match &of_stage.end {
             StageEnd::Border(border) => Some(border.detach()),
             StageEnd::Step(_) => None,
         };
-        computed.insert((index, micro_batch), of_stage);
+        self.computed.insert((index, micro_batch), of_stage);
         Ok(border)
     }
 
@@ -116,9 +130,9 @@ impl StageWork for TrainingWork<'_> {
         &mut self,
         stage: usize,
         micro_batch: usize,
-        grad: Option<Tensor>,
+        grads: Option<Vec<Tensor>>,
         leaves_weights: bool,
-    ) -> Result<Option<Tensor>> {
+    ) -> Result<Option<Vec<Tensor>>> {
         let Some(computed) = self.computed.remove(&(stage, micro_batch)) else {
             return Err(Error::other("a stage's backward comes before its forward"));
         };
@@ -127,13 +141,13 @@ impl StageWork for TrainingWork<'_> {
         let _scope = self.fabric.forward_scope(true, step, first_sample);
         let located =
             |error: Error| error.during(format_args!("in backward of step {step}, stage {stage}"));
-        let backward = || self.fabric.runtime.backward_of_stage(computed, grad).map_err(located);
+        let backward = || self.fabric.runtime.backward_of_stage(computed, grads).map_err(located);
         if !leaves_weights {
             return backward();
         }
-        let (grad, left) = LaterGradients::collect(backward);
+        let (grads, left) = LaterGradients::collect(backward);
         self.left.insert((stage, micro_batch), left);
-        grad
+        grads
     }
 
     fn weights(&mut self, stage: usize, micro_batch: usize) -> Result<()> {
