@@ -158,7 +158,7 @@ pub(crate) fn set_up(
     let mut model = run.model.clone();
     TextGeneration::configure_from_data(&mut model, data)?;
     let mut module = fabric.setup_module(|b| TextGeneration::configure_model(&model, b))?;
-    module.set_ranks(fabric);
+    module.set_ranks(fabric)?;
     module.set_interrupted(|| interruption().is_some());
     match (checkpoint, TextGeneration::pretrained(&model)) {
         (Some(path), _) => drop(fabric.load_raw(path, true)?),

@@ -39,6 +39,9 @@ fn metrics_of(callback: &str, dir: &Path, command: &str, sets: &[&str]) -> Value
     metrics.next().unwrap_or_else(|| panic!("{lines}"))["metrics"].clone()
 }
 
+const PIPELINE: [&str; 2] =
+    ["trainer.devices=2", "trainer.strategy={ type='model_parallel', pipeline_parallel_size=2 }"];
+
 #[test]
 fn choices_are_scored_as_by_transformers() {
     let dir = folder();
@@ -60,6 +63,8 @@ fn choices_are_scored_as_by_transformers() {
         ("fit", fit.to_vec()),
         ("fit", [&fit[..], &fsdp].concat()),
         ("fit", [&fit[..], &tensor].concat()),
+        ("fit", [&fit[..], &PIPELINE].concat()),
+        ("validate", PIPELINE.to_vec()),
     ] {
         let found = metrics(dir.path(), command, &sets);
         for (name, expected) in [("acc", 1.0), ("acc_norm", 2.0 / 3.0), ("nll", 3.4815003077)] {
@@ -80,7 +85,7 @@ fn likelihoods_are_those_of_transformers() {
     let lines: String = rows.iter().map(|row| format!("{row}\n")).collect();
     fs::write(dir.path().join("questions.jsonl"), lines).unwrap();
     let fsdp = ["trainer.devices=2", "trainer.strategy=fsdp"];
-    for sets in [&[][..], &fsdp] {
+    for sets in [&[][..], &fsdp, &PIPELINE] {
         let found = metrics_of("likelihood", dir.path(), "validate", sets);
         let expected =
             [("nll", 3.74526498), ("perplexity", 42.32021976), ("bits_per_byte", 1.08065504)];

@@ -75,7 +75,7 @@ fn folder(prompts: &[Vec<u32>]) -> TempDir {
 const GREEDY: [&str; 7] =
     ["--input", "prompts.jsonl", "--max-new-tokens", "8", "--ignore-eos", "--output", "json"];
 
-const MESHES: [(&str, &str); 7] = [
+const MESHES: [(&str, &str); 9] = [
     ("1", "trainer.strategy=single_device"),
     ("2", "trainer.strategy=ddp"),
     ("2", "trainer.strategy=fsdp"),
@@ -83,7 +83,14 @@ const MESHES: [(&str, &str); 7] = [
     ("2", "trainer.strategy={ type = \"model_parallel\", tensor_parallel_size = 2 }"),
     ("4", "trainer.strategy={ type = \"model_parallel\", tensor_parallel_size = 2 }"),
     ("4", "trainer.strategy={ type = \"model_parallel\", context_parallel_size = 2 }"),
+    ("2", PIPELINE),
+    (
+        "4",
+        "trainer.strategy={ type = \"model_parallel\", pipeline_parallel_size = 2, tensor_parallel_size = 2 }",
+    ),
 ];
+
+const PIPELINE: &str = "trainer.strategy={ type = \"model_parallel\", pipeline_parallel_size = 2 }";
 
 /// Whether two ranks of the mesh have different samples.
 fn cuts_batches(strategy: &str) -> bool {
@@ -115,7 +122,7 @@ fn adapters_equal_peft_on_every_mesh() {
         let Recorded { prompts, new } = recorded(&adapter);
         let (dir, model) = (folder(&prompts), fixture(name).display().to_string());
         let adapter = fixture(&adapter).display().to_string();
-        for (devices, strategy) in [MESHES[0], MESHES[2], MESHES[4]] {
+        for (devices, strategy) in [MESHES[0], MESHES[2], MESHES[4], MESHES[7]] {
             let args = ["--model", &model, "--adapter", &adapter];
             let mesh = ["--devices", devices, "--set", strategy];
             let lines = generate(dir.path(), &[&args[..], &mesh, &GREEDY].concat());
@@ -193,7 +200,6 @@ fn checkpoint_of_a_run_generates_text() {
         "data.tokenizer=bytes",
         "data.max_new_tokens=8",
         "trainer.devices=2",
-        "trainer.strategy=fsdp",
         "model.type=llama",
         "model.hidden_size=32",
         "model.intermediate_size=64",
@@ -202,14 +208,18 @@ fn checkpoint_of_a_run_generates_text() {
         "model.vocab_size=264",
     ];
     let checkpoint = format!("trainer.ckpt_path={model}");
-    let sets = keys.iter().flat_map(|key| ["--set", key]).chain(["--set", &checkpoint]);
-    let args: Vec<&str> = sets.chain(["--output-file", "answers.jsonl"]).collect();
-    let output = run(dir, "predict", &args);
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let lines = answers(&fs::read_to_string(dir.join("answers.jsonl")).unwrap());
-    let texts: Vec<&Value> = lines.iter().map(|line| &line["outputs"][0]["text"]).collect();
-    assert_eq!(texts, [" çd ✓", "ñb çd "].map(|text| json!(text)).iter().collect::<Vec<_>>());
-    assert_eq!(lines[1]["name"], "prompts.txt, line 2");
+    for strategy in ["trainer.strategy=fsdp", PIPELINE] {
+        let sets = keys.iter().copied().chain([strategy, &checkpoint]);
+        let args: Vec<&str> = sets.flat_map(|set| ["--set", set]).collect();
+        let output =
+            run(dir, "predict", &[&args[..], &["--output-file", "answers.jsonl"]].concat());
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let lines = answers(&fs::read_to_string(dir.join("answers.jsonl")).unwrap());
+        let texts: Vec<&Value> = lines.iter().map(|line| &line["outputs"][0]["text"]).collect();
+        let expected = [" çd ✓", "ñb çd "].map(|text| json!(text));
+        assert_eq!(texts, expected.iter().collect::<Vec<_>>(), "{strategy}");
+        assert_eq!(lines[1]["name"], "prompts.txt, line 2");
+    }
 }
 
 #[test]
@@ -228,7 +238,7 @@ fn answers_are_scored_while_training() {
     let filtered = "{ type='answers', path='q.jsonl', filter='^\\s*(\\S+)', match='contains', name='beginning' }";
     let kept =
         "{ type='model_checkpoint', monitor='val_pattern_accuracy', mode='max', filename='best' }";
-    for (devices, strategy) in [MESHES[0], MESHES[2], MESHES[4], MESHES[6]] {
+    for (devices, strategy) in [MESHES[0], MESHES[2], MESHES[4], MESHES[6], MESHES[7]] {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("q.jsonl"), &lines).unwrap();
         let keys = [
@@ -282,7 +292,7 @@ fn samples_are_shown_and_logged_while_training() {
     let callback = "trainer.callbacks=[{ type = \"samples\", prompts = [\"añb \", \"✓ \"], every_n_steps = 75, \
                     max_new_tokens = 12 }]";
     let mut expected = None;
-    for (devices, strategy) in [MESHES[0], MESHES[2], MESHES[4], MESHES[6]] {
+    for (devices, strategy) in [MESHES[0], MESHES[2], MESHES[4], MESHES[6], MESHES[7]] {
         let dir = tempfile::tempdir().unwrap();
         let keys = [
             callback,

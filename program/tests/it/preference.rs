@@ -56,6 +56,7 @@ const LORA: &str = "trainer.adapters={ targets = 'all-linear', rank = 2, dropout
 fn preferences_are_learned_alike_on_any_mesh() {
     let dir = data();
     let tensor = "{ type = 'model_parallel', tensor_parallel_size = 2, parallelize = 'llama' }";
+    let pipeline = "{ type = 'model_parallel', pipeline_parallel_size = 2 }";
     let packed = [LORA, "trainer.quantization.block_size=4"];
     for sets in [&[][..], &[LORA], &packed, &["model.preference_loss=orpo"]] {
         let alone = fit(dir.path(), (1, 4, "single_device"), sets);
@@ -71,6 +72,11 @@ fn preferences_are_learned_alike_on_any_mesh() {
             }
             let found = fit(dir.path(), mesh, sets);
             assert_close(&format!("{sets:?} on {mesh:?}"), &found, &alone, 2e-5);
+        }
+        // Without adapters the reference is a second model, which is refused.
+        if !sets.is_empty() {
+            let found = fit(dir.path(), (2, 4, pipeline), sets);
+            assert_eq!(found, alone, "{sets:?} in a pipeline");
         }
     }
 }

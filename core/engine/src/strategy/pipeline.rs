@@ -3,13 +3,14 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, WithDType};
 
 use crate::{Error, Result};
-use fulgurite_collective::collective::ProcessGroup;
+use fulgurite_collective::collective::{Collective, ProcessGroup};
 use fulgurite_module::module::stage::{Border, BorderTensor, Stage, StageEnd};
 use fulgurite_module::parallel::Layout;
-use fulgurite_tensor::autograd::storage;
+use fulgurite_tensor::autograd::storage::{self, HostElement};
+use fulgurite_tensor::execution::read;
 
 /// A strategy's pipeline: the model's stages on this rank, and the order of their work.
 ///
@@ -47,6 +48,21 @@ impl dyn Pipeline + '_ {
         let mut work = ForwardWork { forward, result: None };
         self.evaluate(&mut work)?;
         Ok(work.result)
+    }
+
+    /// Returns the values of the rank that computes the last stage. The others give as many.
+    /// Collective over the pipeline.
+    ///
+    /// # Errors
+    /// If a peer fails.
+    pub fn share<T: WithDType + HostElement>(&self, values: Vec<T>) -> Result<Vec<T>> {
+        if values.is_empty() {
+            return Ok(values);
+        }
+        let count = values.len();
+        let shared = Tensor::from_vec(values, count, &Device::Cpu)?;
+        self.group().run(Collective::broadcast(&shared, self.last_rank()))?;
+        read::host(&shared)
     }
 }
 

@@ -23,7 +23,7 @@ use fulgurite_engine::module::{
 use fulgurite_engine::optim::{LossScale, OptimizerConfig};
 use fulgurite_engine::parallel::ContextParallel;
 use fulgurite_engine::parameter::{Parameter, PausedGradients};
-use fulgurite_engine::strategy::{Capabilities, StepTotals, Strategy};
+use fulgurite_engine::strategy::{Capabilities, Pipeline, StepTotals, Strategy};
 use fulgurite_launch::LaunchedRank;
 use fulgurite_nn::Loss;
 
@@ -175,6 +175,14 @@ impl Fabric {
     /// The run's seed.
     pub(crate) fn seed(&self) -> u64 {
         self.seed
+    }
+
+    /// Returns the strategy's pipeline, if ranks compute different stages of the model.
+    ///
+    /// # Errors
+    /// Within another call of the strategy.
+    pub fn pipeline(&self) -> Result<Option<Arc<dyn Pipeline>>> {
+        self.runtime.pipeline()
     }
 
     /// Returns the loss scale of backwards in f16; `None` in other dtypes.

@@ -202,7 +202,7 @@ impl Hooks for Answers {
                 decoder,
                 generation: &generation,
                 tokenizer: Some(tokenizer),
-                ranks: Some(GenerationRanks::of(ctx.fabric())),
+                ranks: Some(GenerationRanks::of(ctx.fabric())?),
                 interrupted: None,
             };
             for round in self.prompts.chunks(ranks * self.config.batch_size) {

@@ -163,8 +163,7 @@ impl Hooks for Choices {
             for round in 0..self.questions.len().div_ceil(ranks) {
                 let index = round * ranks + rank;
                 let question = &self.questions[index.min(self.questions.len() - 1)];
-                let device = ctx.fabric().device();
-                let found = scoring::log_probabilities(decoder, &question.choices, device)?;
+                let found = scoring::log_probabilities(decoder, &question.choices, ctx.fabric())?;
                 let scores = question.score(&found);
                 if index < self.questions.len() {
                     sums.iter_mut().zip(scores).for_each(|(sum, score)| *sum += score);

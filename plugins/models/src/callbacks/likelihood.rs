@@ -136,7 +136,7 @@ impl Hooks for Likelihood {
                 let index = round * ranks + rank;
                 let text = &self.texts[index.min(self.texts.len() - 1)];
                 let one = std::slice::from_ref(text);
-                let found = scoring::log_probabilities(decoder, one, ctx.fabric().device())?;
+                let found = scoring::log_probabilities(decoder, one, ctx.fabric())?;
                 if let Some(line) = self.lines.get(index) {
                     sum -= found[0];
                     tokens += text.count as f64;

@@ -111,9 +111,6 @@ impl Hooks for Samples {
             }
             prompts.push(Prompt { index, ids });
         }
-        if ctx.fabric().device_mesh().pipeline().is_some() {
-            return Err(wrong("generation does not work with a pipeline_parallel_size above 1"));
-        }
         self.prompts = prompts;
         Ok(())
     }
@@ -131,7 +128,7 @@ impl Hooks for Samples {
                 decoder,
                 generation: &generation,
                 tokenizer: Some(tokenizer),
-                ranks: Some(GenerationRanks::of(ctx.fabric())),
+                ranks: Some(GenerationRanks::of(ctx.fabric())?),
                 interrupted: None,
             }
             .generate(&self.prompts, &mut |_, _, _| ())?

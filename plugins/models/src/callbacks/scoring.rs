@@ -9,6 +9,7 @@ use fulgurite_engine::execution::{read, transfer};
 use fulgurite_engine::module::ForwardScope;
 use fulgurite_error::files::read_regular;
 use fulgurite_error::{Error, Result};
+use fulgurite_trainer::fabric::Fabric;
 use fulgurite_trainer::trainer::HookContext;
 use serde::de::DeserializeOwned;
 
@@ -61,7 +62,7 @@ pub(super) fn read_lines<L: DeserializeOwned>(
     }
 }
 
-/// Checks that all ranks have read the same lines, and that none holds a stage. Collective.
+/// Checks that all ranks have read the same lines. Collective.
 ///
 /// # Errors
 /// If not, or a peer fails.
@@ -73,9 +74,6 @@ pub(super) fn check_ranks(callback: &str, lines: &impl Debug, ctx: &HookContext)
             callback,
             "the ranks read different questions; give all hosts the same file",
         ));
-    }
-    if ctx.fabric().device_mesh().pipeline().is_some() {
-        return Err(wrong(callback, "questions do not work with a pipeline_parallel_size above 1"));
     }
     Ok(())
 }
@@ -117,15 +115,17 @@ impl Continuation {
     }
 }
 
-/// The log-probability of each text behind its context. Every data-parallel rank calls this alike.
+/// The log-probability of each text behind its context. Every data-parallel rank calls this alike,
+/// and the ranks of a pipeline together.
 ///
 /// # Errors
 /// If the model cannot compute them.
 pub(super) fn log_probabilities(
     decoder: &Decoder,
     continuations: &[Continuation],
-    device: &Device,
+    fabric: &Fabric,
 ) -> Result<Vec<f64>> {
+    let device = fabric.device();
     // Ranks that share sequences in a training compute them whole here, all the same.
     let _scope = ForwardScope { context: None, ..ForwardScope::current() }.enter();
     let longest = continuations.iter().map(|one| one.ids.len()).max().unwrap_or(0);
@@ -140,14 +140,23 @@ pub(super) fn log_probabilities(
         targets.resize(time * (row + 1), IGNORED);
     }
     let send = |tensor: Tensor| transfer::to_device(&tensor, device, "questions");
-    let hidden = decoder.hidden(&send(Tensor::from_vec(inputs, (rows, time), &Device::Cpu)?)?)?;
+    let inputs = send(Tensor::from_vec(inputs, (rows, time), &Device::Cpu)?)?;
     let targets = Tensor::from_vec(targets, (rows, time), &Device::Cpu)?;
+    let sums = || sums_of(decoder, &inputs, &targets);
+    let Some(pipeline) = fabric.pipeline()? else { return sums() };
+    let of_last = pipeline.forward(|_| sums())?;
+    pipeline.share(of_last.unwrap_or_else(|| vec![0.0; rows]))
+}
+
+/// The sum of the log-probabilities of each row's targets.
+fn sums_of(decoder: &Decoder, inputs: &Tensor, targets: &Tensor) -> Result<Vec<f64>> {
+    let hidden = decoder.hidden(inputs)?;
     let of_row = |row: usize| -> Result<Tensor> {
         let hidden = hidden.narrow(0, row, 1)?.contiguous()?;
         let loss = decoder.loss_of(&hidden, &targets.narrow(0, row, 1)?.contiguous()?)?;
         loss.sum_tensor()
     };
-    let sums = (0..rows).map(of_row).collect::<Result<Vec<_>>>()?;
+    let sums = (0..inputs.dim(0)?).map(of_row).collect::<Result<Vec<_>>>()?;
     let sums = read::vec1::<f64>(&Tensor::stack(&sums, 0)?, "questions")?;
     Ok(sums.into_iter().map(|sum| -sum).collect())
 }

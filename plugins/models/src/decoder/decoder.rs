@@ -1,7 +1,5 @@
 //! A decoder from token ids to logits.
 
-use std::sync::Arc;
-
 use candle_core::{DType, Device, Tensor};
 use fulgurite_engine::module::stage::StageTensors;
 use fulgurite_engine::module::{ForwardScope, Module as _, ModuleBuilder, Unit, stage};
@@ -211,18 +209,8 @@ impl Decoder {
         ids: &Tensor,
         balance: Option<(usize, f64)>,
     ) -> Result<(Tensor, Option<RouterSums>)> {
-        let (batch, time) = ids.dims2()?;
-        let context = ForwardScope::current().context;
-        let cached = CachedTokens::current();
-        let whole = match &cached {
-            Some(cached) => cached.longest(),
-            None => time * context.as_ref().map_or(1, ContextParallel::size),
-        };
-        check_length(whole, self.max_positions)?;
-        let embed = || {
-            let x = self.embed(ids, [batch, time], context, cached)?;
-            Ok(Passed { x, sums: None })
-        };
+        let embed = self.embedding(ids)?;
+        let embed = || Ok(Passed { x: embed()?, sums: None });
         let Passed { x, sums } = stage::through(&self.layers, embed, |layer, before: &Passed| {
             let (x, logits) = layer.call(&before.x, DecoderLayer::forward)?;
             let sums = match (before.sums.clone(), logits, balance) {
@@ -236,13 +224,33 @@ impl Decoder {
         Ok((self.norm.forward(&x)?, sums))
     }
 
-    /// Returns what the first layer gets.
+    /// Checks the ids, and returns a function that computes what the first layer gets.
+    pub(super) fn embedding(&self, ids: &Tensor) -> Result<impl Fn() -> Result<Tensor>> {
+        let (batch, time) = ids.dims2()?;
+        let context = ForwardScope::current().context;
+        let cached = CachedTokens::current();
+        let whole = match &cached {
+            Some(cached) => cached.longest(),
+            None => time * context.as_ref().map_or(1, ContextParallel::size),
+        };
+        check_length(whole, self.max_positions)?;
+        Ok(move || self.embed(ids, [batch, time], context.as_ref(), cached.as_deref()))
+    }
+
+    pub(super) fn layers(&self) -> &[Unit<DecoderLayer>] {
+        &self.layers
+    }
+
+    pub(super) fn norm(&self) -> &Norm {
+        &self.norm
+    }
+
     fn embed(
         &self,
         ids: &Tensor,
         sizes: [usize; 2],
-        context: Option<ContextParallel>,
-        cached: Option<Arc<CachedTokens>>,
+        context: Option<&ContextParallel>,
+        cached: Option<&CachedTokens>,
     ) -> Result<Tensor> {
         let mut x = self.embed_tokens.forward(ids)?;
         if let Some(scale) = self.embedding_scale {
@@ -390,7 +398,7 @@ fn prompt_problem(
 fn position_ids(
     ids: &Tensor,
     [batch, time]: [usize; 2],
-    context: Option<ContextParallel>,
+    context: Option<&ContextParallel>,
 ) -> Result<Tensor> {
     if let Some(documents) = Documents::in_force(batch, time)? {
         return documents.positions(ids.device());

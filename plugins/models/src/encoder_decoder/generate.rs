@@ -121,17 +121,17 @@ impl NextLogits for Writing<'_> {
         Ok(())
     }
 
-    fn next(&mut self, tokens: &[(usize, u32)]) -> Result<Tensor> {
+    fn next(&mut self, tokens: &[(usize, u32)]) -> Result<Option<Tensor>> {
         let mut ids = vec![self.model.start_token(); self.rows];
         tokens.iter().for_each(|&(row, id)| ids[row] = id);
         let logits = self.model.next_logits(&mut self.texts, &ids)?;
         let rows: Vec<u32> = tokens.iter().map(|(row, _)| *row as u32).collect();
         if rows.len() == self.rows || rows.is_empty() {
-            return Ok(logits);
+            return Ok(Some(logits));
         }
         let count = rows.len();
         let rows = Tensor::from_vec(rows, count, logits.device())?;
-        Ok(logits.contiguous()?.index_select(&rows, 0)?)
+        Ok(Some(logits.contiguous()?.index_select(&rows, 0)?))
     }
 
     fn free(&mut self, _: usize) {}

@@ -1,7 +1,10 @@
 //! Generation with a decoder.
 
+use std::sync::Arc;
+
 use candle_core::Tensor;
 use fulgurite_data::Tokenizer;
+use fulgurite_engine::strategy::Pipeline;
 use fulgurite_error::{Error, Result};
 use fulgurite_nn::{KvCache, RowTokens};
 
@@ -89,7 +92,8 @@ impl Generator<'_> {
                 return Err(Error::Data(format!("prompt {}: {problem}", prompt.index)));
             }
         }
-        writer.write(&mut CachedDecoder { decoder, cache: None }, prompts, observer)
+        let pipeline = self.ranks.as_ref().and_then(|ranks| ranks.pipeline.clone());
+        writer.write(&mut CachedDecoder { decoder, cache: None, pipeline }, prompts, observer)
     }
 }
 
@@ -97,23 +101,28 @@ impl Generator<'_> {
 struct CachedDecoder<'a> {
     decoder: &'a Decoder,
     cache: Option<KvCache>,
+    pipeline: Option<Arc<dyn Pipeline>>,
 }
 
 impl CachedDecoder<'_> {
-    /// Calls `compute` with the ids of these tokens. A rank without tokens pads.
+    /// Calls `compute` with the ids of these tokens. A rank without tokens pads. `None` on a rank
+    /// without the last stage of a pipeline.
     fn forward(
         &mut self,
         tokens: &[RowTokens],
         mut ids: Vec<u32>,
         compute: fn(&Decoder, &Tensor) -> Result<Tensor>,
-    ) -> Result<Tensor> {
+    ) -> Result<Option<Tensor>> {
         let padding = usize::from(ids.is_empty());
         ids.resize(ids.len() + padding, 0);
         let count = ids.len();
         let ids = Tensor::from_vec(ids, (1, count), self.decoder.device())?;
         let missing = || Error::other("a generation has not begun");
         let cache = self.cache.as_mut().ok_or_else(missing)?;
-        cache.forward(tokens, padding, || compute(self.decoder, &ids))
+        cache.forward(tokens, padding, || match &self.pipeline {
+            Some(pipeline) => pipeline.forward(|_| compute(self.decoder, &ids)),
+            None => compute(self.decoder, &ids).map(Some),
+        })
     }
 }
 
@@ -125,10 +134,11 @@ impl NextLogits for CachedDecoder<'_> {
         self.forward(&tokens.collect::<Vec<_>>(), first.concat(), Decoder::hidden).map(drop)
     }
 
-    fn next(&mut self, tokens: &[(usize, u32)]) -> Result<Tensor> {
+    fn next(&mut self, tokens: &[(usize, u32)]) -> Result<Option<Tensor>> {
         let rows = tokens.iter().map(|(row, _)| RowTokens { row: *row, count: 1 });
         let ids = tokens.iter().map(|(_, id)| *id).collect();
-        Ok(self.forward(&rows.collect::<Vec<_>>(), ids, Decoder::forward)?.squeeze(0)?)
+        let logits = self.forward(&rows.collect::<Vec<_>>(), ids, Decoder::forward)?;
+        Ok(logits.map(|logits| logits.squeeze(0)).transpose()?)
     }
 
     fn free(&mut self, row: usize) {

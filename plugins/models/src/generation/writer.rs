@@ -11,6 +11,7 @@ use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp};
 use fulgurite_engine::execution::{ContextGuard, read};
 use fulgurite_engine::module::ForwardScope;
 use fulgurite_engine::random::{Purpose, Stream};
+use fulgurite_engine::strategy::Pipeline;
 use fulgurite_error::{Error, Result};
 use fulgurite_trainer::fabric::Fabric;
 
@@ -32,13 +33,19 @@ pub struct GenerationRanks {
     pub world: Arc<dyn ProcessGroup>,
     /// The ranks that compute the same tokens together. The first rank chooses them.
     pub tensor_parallel: Option<Arc<dyn ProcessGroup>>,
+    /// The pipeline whose ranks compute different layers. The last stage chooses tokens.
+    pub pipeline: Option<Arc<dyn Pipeline>>,
 }
 
 impl GenerationRanks {
     /// All ranks of `fabric`.
-    pub fn of(fabric: &Fabric) -> Self {
+    ///
+    /// # Errors
+    /// If no model is set up.
+    pub fn of(fabric: &Fabric) -> Result<Self> {
         let tensor_parallel = fabric.device_mesh().group("tensor_parallel").ok().cloned();
-        Self { world: fabric.world().clone(), tensor_parallel }
+        let (world, pipeline) = (fabric.world().clone(), fabric.pipeline()?);
+        Ok(Self { world, tensor_parallel, pipeline })
     }
 }
 
@@ -49,8 +56,9 @@ pub(crate) trait NextLogits {
     fn begin(&mut self, room: &[usize], first: &[&[u32]]) -> Result<()>;
 
     /// Returns the logits behind the next token of each of these rows: `[rows, vocabulary]`,
-    /// perhaps with further rows behind them. A rank without rows computes for the others.
-    fn next(&mut self, tokens: &[(usize, u32)]) -> Result<Tensor>;
+    /// perhaps with further rows behind them. A rank without rows computes for the others. `None`
+    /// on a rank without the last stage of a pipeline.
+    fn next(&mut self, tokens: &[(usize, u32)]) -> Result<Option<Tensor>>;
 
     /// Forgets a row.
     fn free(&mut self, row: usize);
@@ -169,7 +177,25 @@ impl<'a> Writer<'a> {
     fn choose(
         &self,
         growing: &[Growing],
-        logits: Tensor,
+        logits: Option<Tensor>,
+        observer: &mut dyn GenerationObserver,
+    ) -> Result<Vec<u32>> {
+        let own = match logits {
+            Some(logits) => self.choose_by(growing, &logits, observer)?,
+            None => vec![0; growing.len()],
+        };
+        let agreed = self.agreed(own)?;
+        match self.ranks.as_ref().and_then(|ranks| ranks.pipeline.as_ref()) {
+            Some(pipeline) => pipeline.share(agreed),
+            None => Ok(agreed),
+        }
+    }
+
+    /// The token of each answer by its logits.
+    fn choose_by(
+        &self,
+        growing: &[Growing],
+        logits: &Tensor,
         observer: &mut dyn GenerationObserver,
     ) -> Result<Vec<u32>> {
         let logits = logits.narrow(0, 0, growing.len())?;
@@ -190,7 +216,7 @@ impl<'a> Writer<'a> {
             let uniform = growing.random.uniform(place) + 0.5 / 4_294_967_296.0;
             Ok(self.generation.sampling.choose(logits, &growing.ids, uniform))
         });
-        self.agreed(tokens.collect::<Result<Vec<u32>>>()?)
+        tokens.collect()
     }
 
     /// Returns the numbers of the first of the ranks that compute the same tokens. Collective over

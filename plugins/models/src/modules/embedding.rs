@@ -202,6 +202,9 @@ impl LightningModule for Embedding {
             }
             Architecture::EncoderDecoder(_) => return Err(common::no_encoder_decoder(config)),
         };
+        b.no_stages(
+            "each of its steps computes two texts, one after the other, and a pipeline computes a model once a step",
+        );
         // Texts of other ranks are negatives.
         b.synchronise_batches();
         let (pooling, temperature) = keys(config, is_decoder)?;

@@ -145,6 +145,7 @@ impl Grpo {
         let ranks = GenerationRanks {
             world: ctx.process_group().clone(),
             tensor_parallel: ctx.device_mesh().group("tensor_parallel").ok().cloned(),
+            pipeline: None,
         };
         let first_of_tp = ranks.tensor_parallel.clone().filter(|group| group.size() > 1);
         let generator = Generator {

@@ -238,6 +238,10 @@ impl LightningModule for Kto {
             true => Reference::Data,
             false => Reference::of_model(config, &decoder, b)?,
         };
+        b.no_stages(
+            "each of its steps computes other answers too, for the divergence, and a pipeline computes a model once a \
+             step; `module.type` = \"preference\" can be cut",
+        );
         // The divergence is a mean over the answers of all ranks.
         b.synchronise_batches();
         Ok(Self { policy, reference, loss, predicted: Predicted::default() })

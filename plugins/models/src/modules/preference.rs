@@ -15,7 +15,9 @@ use super::causal_lm::{CausalLm, fit_to_tokens};
 use super::common;
 use super::expert_load::log_expert_load;
 use super::preference_losses::{Answers, PreferenceLoss};
-use super::reference::{self, Predicted, Reference, log_probabilities};
+use super::reference::{
+    self, Predicted, Reference, log_probabilities, log_probabilities_beside_base,
+};
 use crate::config::{ModelConfig, Reader};
 use crate::decoder::Decoder;
 
@@ -73,7 +75,11 @@ impl Preference {
         let scope = ForwardScope::current();
         let _scope = ForwardScope { first_sample: 2 * scope.first_sample, ..scope }.enter();
         let sequences = (&batch.inputs, &batch.targets);
-        let reference = match &self.reference {
+        let (reference, policy) = match &self.reference {
+            Reference::AdaptersOff => {
+                let [base, policy] = log_probabilities_beside_base(&self.policy, sequences)?;
+                (Some(base), policy)
+            }
             Reference::Data => {
                 let known = batch.reference.as_ref().ok_or_else(|| {
                     Error::Data(
@@ -83,11 +89,14 @@ impl Preference {
                     )
                 })?;
                 let known = known.as_flattened();
-                Some(Tensor::from_slice(known, known.len(), batch.inputs.device())?)
+                let known = Tensor::from_slice(known, known.len(), batch.inputs.device())?;
+                (Some(known), log_probabilities(&self.policy, sequences)?)
             }
-            reference => reference.log_probabilities(&self.policy, sequences)?,
+            reference => (
+                reference.log_probabilities(&self.policy, sequences)?,
+                log_probabilities(&self.policy, sequences)?,
+            ),
         };
-        let policy = log_probabilities(&self.policy, sequences)?;
         let answers = Answers::new(policy, reference, &batch.answer_tokens)?;
         Ok((self.loss.of(&answers)?, self.loss.metrics(&answers)?))
     }

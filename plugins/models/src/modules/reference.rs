@@ -5,14 +5,13 @@ use std::collections::BTreeMap;
 use candle_core::{DType, Device, Tensor};
 use fulgurite_checkpoint::TensorSource;
 use fulgurite_data::AnswerLogp;
-use fulgurite_engine::autograd::no_grad;
 use fulgurite_engine::execution::read;
-use fulgurite_engine::module::{AdapterBias, ForwardScope, ModuleBuilder, without_adapters};
+use fulgurite_engine::module::{AdapterBias, ModuleBuilder};
 use fulgurite_error::{Error, Result};
 use serde_json::Value;
 
 use crate::config::ModelConfig;
-use crate::decoder::{Decoder, DecoderConfig};
+use crate::decoder::{Decoder, DecoderConfig, as_base};
 use crate::weights::{MappedSource, REFERENCE, Twice};
 
 /// The source of the reference's log-probabilities.
@@ -37,9 +36,6 @@ impl Reference {
         decoder: &DecoderConfig,
         b: &ModuleBuilder,
     ) -> Result<Self> {
-        b.no_stages(
-            "it is compared with a reference in each step, and a pipeline computes one model",
-        );
         let wrong = |message: &str| Err(Error::Config(format!("`model.reference`: {message}")));
         match b.adapters() {
             Some(adapters) => {
@@ -57,6 +53,10 @@ impl Reference {
                         "there are no weights to start from (model.from_pretrained), of which the reference is a copy",
                     );
                 }
+                b.no_stages(
+                    "its reference is a second model, and a pipeline cuts one; train adapters, whose reference is the \
+                     model without them, or predict the reference first and set `model.reference = \"data\"`",
+                );
                 let b = b.pp(REFERENCE).frozen();
                 Ok(Self::Copy(Box::new(Decoder::new(decoder, &b)?)))
             }
@@ -110,11 +110,9 @@ impl Reference {
     ) -> Result<Option<Tensor>> {
         match self {
             Self::None | Self::Data => Ok(None),
-            Self::AdaptersOff => without_adapters(|| evaluated(|| f(policy))).map(Some),
-            Self::Copy(model) => {
-                let _no_grad = no_grad();
-                evaluated(|| f(model)).map(Some)
-            }
+            // A copy has no adapters either.
+            Self::AdaptersOff => as_base(|| f(policy)).map(Some),
+            Self::Copy(model) => as_base(|| f(model)).map(Some),
         }
     }
 }
@@ -165,12 +163,6 @@ impl Predicted {
     }
 }
 
-/// Calls `f` as in an evaluation: without dropout.
-fn evaluated<R>(f: impl FnOnce() -> R) -> R {
-    let _scope = ForwardScope { training: false, ..ForwardScope::current() }.enter();
-    f()
-}
-
 /// The log-probability of each sequence's answer, f32 `[sequences]`, of inputs and targets
 /// `[sequences, time]`.
 ///
@@ -180,13 +172,29 @@ pub(super) fn log_probabilities(
     model: &Decoder,
     (inputs, targets): (&Tensor, &Tensor),
 ) -> Result<Tensor> {
-    let hidden = model.hidden(inputs)?;
+    log_probabilities_of(model, &model.hidden(inputs)?, targets)
+}
+
+/// [`log_probabilities`] of the model with adapters off, without a gradient, and with them.
+///
+/// # Errors
+/// As there.
+pub(super) fn log_probabilities_beside_base(
+    model: &Decoder,
+    (inputs, targets): (&Tensor, &Tensor),
+) -> Result<[Tensor; 2]> {
+    let hidden = model.hidden_beside_base(inputs)?;
+    let base = as_base(|| log_probabilities_of(model, &hidden.base, targets))?;
+    Ok([base, log_probabilities_of(model, &hidden.adapted, targets)?])
+}
+
+fn log_probabilities_of(model: &Decoder, hidden: &Tensor, targets: &Tensor) -> Result<Tensor> {
     let of_row = |row: usize| -> Result<Tensor> {
         let (hidden, targets) = (hidden.narrow(0, row, 1)?, targets.narrow(0, row, 1)?);
         let loss = model.loss_of(&hidden.contiguous()?, &targets.contiguous()?)?;
         Ok(loss.sum().to_dtype(DType::F32)?.neg()?)
     };
-    let rows = (0..inputs.dim(0)?).map(of_row).collect::<Result<Vec<_>>>()?;
+    let rows = (0..targets.dim(0)?).map(of_row).collect::<Result<Vec<_>>>()?;
     Ok(Tensor::stack(&rows, 0)?)
 }
 

@@ -167,7 +167,7 @@ impl LightningModule for Seq2SeqLm {
 
 impl Hooks<LabelledTexts> for Seq2SeqLm {
     fn on_predict_start(&mut self, ctx: &mut HookContext<LabelledTexts>) -> Result<()> {
-        self.ranks = Some(GenerationRanks::of(ctx.fabric()));
+        self.ranks = Some(GenerationRanks::of(ctx.fabric())?);
         self.tokenizer = Some(Tokenizer::from_file(ctx.data().tokenizer_file())?);
         Ok(())
     }

@@ -67,8 +67,12 @@ impl TextGeneration {
     }
 
     /// Lets the ranks of `fabric` generate together. A prediction of the trainer does so itself.
-    pub fn set_ranks(&mut self, fabric: &Fabric) {
-        self.ranks = Some(GenerationRanks::of(fabric));
+    ///
+    /// # Errors
+    /// If no model is set up.
+    pub fn set_ranks(&mut self, fabric: &Fabric) -> Result<()> {
+        self.ranks = Some(GenerationRanks::of(fabric)?);
+        Ok(())
     }
 
     /// Sets a function that says whether this rank is asked to end, asked before each token.
@@ -179,7 +183,6 @@ impl LightningModule for TextGeneration {
     }
 
     fn configure_model(config: &ModelConfig, b: &ModuleBuilder) -> Result<Self> {
-        b.no_stages("it generates text, with the whole model");
         common::name_layers::<Self>(config, b)?;
         let network = match is_encoder_decoder(&common::complete(config)?)? {
             true => {
@@ -214,6 +217,10 @@ impl LightningModule for TextGeneration {
         ))
     }
 
+    fn predicts_in_stages(&self) -> bool {
+        true
+    }
+
     /// Returns the new tokens of all answers to each prompt, i64
     /// `[prompts, samples, max_new_tokens]`; -1 after the end of an answer.
     fn predict_step(&mut self, batch: &PromptBatch, _: &mut StepContext) -> Result<Tensor> {
@@ -237,8 +244,7 @@ impl LightningModule for TextGeneration {
 
 impl Hooks<Prompts> for TextGeneration {
     fn on_predict_start(&mut self, ctx: &mut HookContext<Prompts>) -> Result<()> {
-        self.set_ranks(ctx.fabric());
-        Ok(())
+        self.set_ranks(ctx.fabric())
     }
 }
 

@@ -320,6 +320,7 @@ fn predict(session: &mut Session) -> Result<Predicted> {
     let mut ctx = StepContext::evaluation(position, session.step_parts());
     let output_names = session.runner.output_names();
     let mut predictions = Predictions { output_names, ..Predictions::default() };
+    let predicts_in_stages = session.runner.predicts_in_stages();
     let pipeline = session.setup.fabric.runtime.pipeline()?;
     let interrupted =
         each_batch(session, Split::Predict, &hooks, sized, &mut |session, batch, padding| {
@@ -330,6 +331,10 @@ fn predict(session: &mut Session) -> Result<Predicted> {
             };
             let output = match &pipeline {
                 None => Some(step(true)?),
+                Some(pipeline) if predicts_in_stages => {
+                    let is_last = pipeline.group().rank() == pipeline.last_rank();
+                    Some(step(is_last)?).filter(|_| is_last)
+                }
                 Some(pipeline) => pipeline.forward(&mut step)?,
             };
             if let Some(output) = output.filter(|_| !padding) {

@@ -209,6 +209,14 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
         true
     }
 
+    /// Returns whether [`predict_step`](Self::predict_step) runs its forwards through the stages of a
+    /// pipeline by itself ([`Fabric::pipeline`](crate::fabric::Fabric::pipeline)), because it
+    /// computes the model more than once. All ranks of the pipeline then call it together, and what
+    /// it returns counts where the last stage is.
+    fn predicts_in_stages(&self) -> bool {
+        false
+    }
+
     /// Returns the module's own callbacks. They replace the run's callbacks with the same
     /// [key](Callback::state_key).
     fn configure_callbacks(&self) -> Vec<Box<dyn Callback>> {

@@ -64,6 +64,8 @@ pub(crate) trait ModuleRunner {
 
     fn automatic_optimization(&self) -> bool;
 
+    fn predicts_in_stages(&self) -> bool;
+
     /// Returns the state that a checkpoint saves of the module besides weights.
     fn save_state(&mut self) -> Result<SavedState>;
 
@@ -355,6 +357,10 @@ impl<M: LightningModule> ModuleRunner for TypedRunner<M> {
 
     fn automatic_optimization(&self) -> bool {
         self.module.automatic_optimization()
+    }
+
+    fn predicts_in_stages(&self) -> bool {
+        self.module.predicts_in_stages()
     }
 
     fn save_state(&mut self) -> Result<SavedState> {
