@@ -146,8 +146,8 @@ impl RouterSums {
 }
 
 impl StageTensors for RouterSums {
-    fn tensors(&self) -> Vec<Tensor> {
-        vec![self.probabilities.clone(), self.counts.clone()]
+    fn tensors(&self) -> Result<Vec<Tensor>> {
+        Ok(vec![self.probabilities.clone(), self.counts.clone()])
     }
 
     fn of_tensors(tensors: Vec<Tensor>) -> Result<Self> {

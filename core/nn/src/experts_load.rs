@@ -46,6 +46,12 @@ impl ExpertLoad {
         take(&mut self.counts().taken)
     }
 
+    /// Adds rows that a stage on another rank of a pipeline has [taken](Self::take), for the next
+    /// call of `take`.
+    pub fn add_of_stage(&self, rows: &[f64]) {
+        self.counts().taken.iter_mut().zip(rows).for_each(|(sum, rows)| *sum += rows);
+    }
+
     /// Counts the choices of a forward, if a backward follows.
     pub(super) fn add(&self, routing: &Routing) {
         let (scope, mode) = (ForwardScope::current(), GradMode::current());

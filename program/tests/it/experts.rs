@@ -201,6 +201,12 @@ fn a_bias_balances_experts_on_every_mesh() {
             "{ type = 'model_parallel', tensor_parallel_size = 1, context_parallel_size = 2 }",
             &["data.batch_size=8"],
         ),
+        // The last stage, which logs, has one of the layers.
+        (
+            2,
+            "{ type = 'model_parallel', tensor_parallel_size = 1, pipeline_parallel_size = 2 }",
+            &["data.batch_size=8", "trainer.micro_batch_size=2"],
+        ),
     ] {
         let found = fit_biased(temp.path(), ranks, strategy, sets);
         assert_close(strategy, &numbers(&found, "train_loss"), &alone, 1e-5);

@@ -98,7 +98,10 @@ pub struct BorderTensor {
 /// stages of a pipeline its tensors are sent.
 pub trait StageTensors: Sized {
     /// Its tensors.
-    fn tensors(&self) -> Vec<Tensor>;
+    ///
+    /// # Errors
+    /// If one cannot be made.
+    fn tensors(&self) -> Result<Vec<Tensor>>;
 
     /// Puts it together from [`tensors`](Self::tensors).
     ///
@@ -108,8 +111,8 @@ pub trait StageTensors: Sized {
 }
 
 impl StageTensors for Tensor {
-    fn tensors(&self) -> Vec<Tensor> {
-        vec![self.clone()]
+    fn tensors(&self) -> Result<Vec<Tensor>> {
+        Ok(vec![self.clone()])
     }
 
     fn of_tensors(tensors: Vec<Tensor>) -> Result<Self> {
@@ -402,8 +405,15 @@ pub fn through<M, X: StageTensors>(
     if stage.is_last() {
         return Ok(y);
     }
-    running.state().output = Some(y.tensors());
+    running.state().output = Some(y.tensors()?);
     Err(Error::other("the stage of the pipeline ends here; the step must pass this error on"))
+}
+
+/// Whether this thread computes a [`Stage`] that is not the last, so that others compute the rest
+/// of the forward.
+#[must_use]
+pub fn goes_on() -> bool {
+    execution::value::<Running>().is_some_and(|running| !running.stage.is_last())
 }
 
 #[cfg(test)]
@@ -478,8 +488,8 @@ mod tests {
     }
 
     impl StageTensors for Counted {
-        fn tensors(&self) -> Vec<Tensor> {
-            vec![self.x.clone(), self.units.clone(), self.sum.clone()]
+        fn tensors(&self) -> Result<Vec<Tensor>> {
+            Ok(vec![self.x.clone(), self.units.clone(), self.sum.clone()])
         }
 
         fn of_tensors(tensors: Vec<Tensor>) -> Result<Self> {

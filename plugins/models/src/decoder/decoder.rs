@@ -1,20 +1,19 @@
 //! A decoder from token ids to logits.
 
 use candle_core::{DType, Device, Tensor};
-use fulgurite_engine::module::stage::StageTensors;
-use fulgurite_engine::module::{ForwardScope, Module as _, ModuleBuilder, Unit, stage};
+use fulgurite_engine::module::{ForwardScope, Module as _, ModuleBuilder, Unit};
 use fulgurite_engine::parallel::ContextParallel;
 use fulgurite_engine::parameter::accumulation_dtype;
 use fulgurite_error::{Error, Result, counted};
 use fulgurite_nn::{
     AttentionConfig, CachedTokens, CrossEntropy, Documents, Dropout, Embedding, ExpertLoad, Linear,
-    LinearCrossEntropy, Loss, Rope, RouterSums, cross_entropy, linear_cross_entropy,
-    linear_predicted_classes,
+    LinearCrossEntropy, Loss, Rope, cross_entropy, linear_cross_entropy, linear_predicted_classes,
 };
 
 use super::config::{DecoderConfig, LoadLog};
 use super::edges;
 use super::layer::DecoderLayer;
+use super::passed::{Passed, Wanted, as_base};
 use crate::layers::{Norm, check_length};
 
 /// A decoder, with Llama's parameter names: `model.embed_tokens`, `model.layers.N`, `model.norm`
@@ -92,7 +91,7 @@ impl Decoder {
         let layer = |(i, layer): (usize, &super::LayerConfig)| {
             let rope = layer.rope.map(|i| ropes[i].clone());
             let attention = AttentionConfig { rope, ..config.attention(*layer) };
-            model.unit(&format!("layers.{i}"), |b| DecoderLayer::new(b, config, *layer, &attention))
+            model.unit(&format!("layers.{i}"), |b| DecoderLayer::new(b, config, i, &attention))
         };
         let layers = config.layers.iter().enumerate().map(layer).collect::<Result<Vec<_>>>()?;
         let before = match config.learned_positions {
@@ -136,7 +135,10 @@ impl Decoder {
     /// # Errors
     /// As [`forward`](Self::forward), and if a peer fails.
     pub fn loss(&self, ids: &Tensor, targets: &Tensor) -> Result<Loss> {
-        let (hidden, sums) = self.hidden_and_sums(ids, self.balance)?;
+        let sums = self.balance.map(|(experts_per_token, _)| experts_per_token);
+        let Passed { x, sums, .. } =
+            self.through_layers(ids, Wanted { sums, ..Wanted::default() })?;
+        let hidden = self.norm.forward(&x)?;
         let loss = self.loss_of(&hidden, targets)?;
         let (Some(sums), Some((_, factor))) = (sums, self.balance) else { return Ok(loss) };
         let balance = sums.loss(loss.count(), accumulation_dtype(hidden.dtype()))?;
@@ -175,6 +177,11 @@ impl Decoder {
         loads.enumerate().filter_map(|(i, load)| Some((i, load?)))
     }
 
+    /// Whether training logs loads.
+    pub(super) fn logs_loads(&self) -> bool {
+        self.load_log != LoadLog::None
+    }
+
     /// The values of the loads that training logs.
     pub(crate) fn load_log(&self) -> LoadLog {
         self.load_log
@@ -200,28 +207,20 @@ impl Decoder {
     /// # Errors
     /// As [`forward`](Self::forward).
     pub fn hidden(&self, ids: &Tensor) -> Result<Tensor> {
-        Ok(self.hidden_and_sums(ids, None)?.0)
+        self.norm.forward(&self.through_layers(ids, Wanted::default())?.x)
     }
 
-    /// The [`hidden`](Self::hidden) states, and with a balance of experts the sums of all routers.
-    fn hidden_and_sums(
-        &self,
-        ids: &Tensor,
-        balance: Option<(usize, f64)>,
-    ) -> Result<(Tensor, Option<RouterSums>)> {
-        let embed = self.embedding(ids)?;
-        let embed = || Ok(Passed { x: embed()?, sums: None });
-        let Passed { x, sums } = stage::through(&self.layers, embed, |layer, before: &Passed| {
-            let (x, logits) = layer.call(&before.x, DecoderLayer::forward)?;
-            let sums = match (before.sums.clone(), logits, balance) {
-                (sums, Some(logits), Some((experts_per_token, _))) => {
-                    Some(RouterSums::add(sums, &logits, experts_per_token)?)
-                }
-                (sums, _, _) => sums,
-            };
-            Ok(Passed { x, sums })
-        })?;
-        Ok((self.norm.forward(&x)?, sums))
+    /// The [`hidden`](Self::hidden) states, and those of the model with adapters off, without a
+    /// gradient.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub(crate) fn hidden_beside_base(&self, ids: &Tensor) -> Result<[Tensor; 2]> {
+        let wanted = Wanted { base: true, ..Wanted::default() };
+        let Passed { x, base, .. } = self.through_layers(ids, wanted)?;
+        let missing = || Error::other("the model was computed with adapters alone");
+        let base = base.ok_or_else(missing)?;
+        Ok([self.norm.forward(&x)?, as_base(|| self.norm.forward(&base))?])
     }
 
     /// Checks the ids, and returns a function that computes what the first layer gets.
@@ -239,10 +238,6 @@ impl Decoder {
 
     pub(super) fn layers(&self) -> &[Unit<DecoderLayer>] {
         &self.layers
-    }
-
-    pub(super) fn norm(&self) -> &Norm {
-        &self.norm
     }
 
     fn embed(
@@ -310,27 +305,6 @@ impl Decoder {
             None => linear_cross_entropy(self.head()?, hidden, targets),
             Some(_) => cross_entropy(&self.logits(hidden)?, targets),
         }
-    }
-}
-
-/// What a layer gives the next.
-struct Passed {
-    x: Tensor,
-    /// Behind the first layer with experts, for the loss that balances them.
-    sums: Option<RouterSums>,
-}
-
-impl StageTensors for Passed {
-    fn tensors(&self) -> Vec<Tensor> {
-        let sums = self.sums.iter().flat_map(StageTensors::tensors);
-        std::iter::once(self.x.clone()).chain(sums).collect()
-    }
-
-    fn of_tensors(mut tensors: Vec<Tensor>) -> Result<Self> {
-        let sums = tensors.split_off(tensors.len().min(1));
-        let x = Tensor::of_tensors(tensors)?;
-        let sums = (!sums.is_empty()).then(|| RouterSums::of_tensors(sums)).transpose()?;
-        Ok(Self { x, sums })
     }
 }
 

@@ -15,6 +15,7 @@ use crate::layers::{MlpBlock, Norm};
 /// from Gemma 2 where there are more norms.
 #[derive(Debug)]
 pub(crate) struct DecoderLayer {
+    index: usize,
     norms: Norms,
     self_attn: Attention,
     mlp: FeedForwardBlock,
@@ -86,9 +87,10 @@ impl DecoderLayer {
     pub(crate) fn new(
         b: &ModuleBuilder,
         config: &DecoderConfig,
-        layer: LayerConfig,
+        index: usize,
         attention: &AttentionConfig,
     ) -> Result<Self> {
+        let layer = config.layers[index];
         let norm = |name| Norm::new(&b.pp(name), config.norm, config.hidden_size, config.norm_eps);
         let dropout = |name| Dropout::new(&b.pp(name), config.residual_dropout);
         // Layers are declared in the order of their use.
@@ -114,7 +116,13 @@ impl DecoderLayer {
             (_, None, _) => Norms::After([second, last()?]),
         };
         let dropout = [dropout("attn_dropout")?, dropout("mlp_dropout")?];
-        Ok(Self { norms, self_attn, mlp, dropout, gives_logits: config.balance().is_some() })
+        let gives_logits = config.balance().is_some();
+        Ok(Self { index, norms, self_attn, mlp, dropout, gives_logits })
+    }
+
+    /// Its place among the layers.
+    pub(crate) fn index(&self) -> usize {
+        self.index
     }
 
     /// The loads of the layer's experts, if it has any.

@@ -12,9 +12,7 @@ use crate::decoder::{Decoder, LoadLog};
 const NAME: &str = "expert_load";
 
 /// Logs the loads of a decoder's experts in the forwards since the last call, if the step is
-/// logged.
-///
-/// Under a pipeline only the layers of the last stage count.
+/// logged. Under a pipeline the last stage logs those of all stages.
 pub(super) fn log_expert_load(model: &Decoder, ctx: &mut StepContext) {
     let counts: Vec<(usize, Vec<f64>)> =
         model.expert_loads().map(|(layer, load)| (layer, load.take())).collect();

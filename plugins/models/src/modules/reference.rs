@@ -183,9 +183,9 @@ pub(super) fn log_probabilities_beside_base(
     model: &Decoder,
     (inputs, targets): (&Tensor, &Tensor),
 ) -> Result<[Tensor; 2]> {
-    let hidden = model.hidden_beside_base(inputs)?;
-    let base = as_base(|| log_probabilities_of(model, &hidden.base, targets))?;
-    Ok([base, log_probabilities_of(model, &hidden.adapted, targets)?])
+    let [adapted, base] = model.hidden_beside_base(inputs)?;
+    let base = as_base(|| log_probabilities_of(model, &base, targets))?;
+    Ok([base, log_probabilities_of(model, &adapted, targets)?])
 }
 
 fn log_probabilities_of(model: &Decoder, hidden: &Tensor, targets: &Tensor) -> Result<Tensor> {
