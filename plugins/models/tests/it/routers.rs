@@ -269,7 +269,6 @@ fn keys_that_contradict_are_refused() {
             "`model.expert_capacity_factor`: must be above 0, found 0.0",
         ),
         ("expert_capacity_factor = -1.0", "`model.expert_capacity_factor`: must be above 0"),
-        ("expert_capacity_factor = 'even'", "`model.expert_capacity_factor`: expected a number"),
     ] {
         let error = describe("glm4_moe", keys).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");
