@@ -78,9 +78,9 @@ impl MixtureOfExperts {
     /// A layer of this shape.
     ///
     /// # Errors
-    /// If a size is 0, if rows use more experts than there are in their groups, if groups do not
-    /// divide the experts, if a factor is not positive, if the experts are to be quantised, or if the builder's path has a layer
-    /// already.
+    /// If a size is 0, if rows use more experts than there are in their groups, or if groups do not
+    /// divide the experts. If a factor is not positive, if the experts are to be quantised, or if
+    /// the builder's path has a layer already.
     pub fn new(b: &ModuleBuilder, config: &MixtureOfExpertsConfig) -> Result<Self> {
         config.check(b)?;
         let layer = b.declare(ExpertStyles("MixtureOfExperts"))?;

@@ -69,7 +69,7 @@ impl Capacity {
         let context = self.context.as_ref();
         let earlier = context.map(|context| self.earlier(context, &routing, of_chunk, device));
         let earlier = earlier.transpose()?;
-        // A plan has no choices.
+        // The choices of a plan are made up.
         if of_chunk == 0 || dry_run::is_on() {
             return Ok(routing);
         }

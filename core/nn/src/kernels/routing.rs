@@ -101,7 +101,7 @@ impl Routing {
                 sorted.choices[place] = choice as u32;
                 sorted.places.push(place as u32);
             }
-            // Places grow with experts, and that of dropped choices is the largest.
+            // Places grow with experts. Dropped choices have the largest place.
             sorted.places[first..].sort_unstable();
         }
         sorted

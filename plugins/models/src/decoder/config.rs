@@ -250,8 +250,7 @@ impl DecoderConfig {
         }
     }
 
-    /// Refuses a capacity of experts, for a module whose forwards in training are those of an
-    /// evaluation.
+    /// Refuses a capacity of experts, for a module that trains in the scope of an evaluation.
     ///
     /// # Errors
     /// If the configuration has a capacity.
