@@ -2,6 +2,7 @@
 
 use candle_core::{D, Tensor};
 
+use super::experts_capacity::{Capacity, CapacityConfig};
 use super::experts_config::MixtureOfExpertsConfig;
 use super::experts_load::ExpertLoad;
 use super::experts_mixed::{Mixed, Projections};
@@ -24,8 +25,8 @@ use fulgurite_engine::parameter::Parameter;
 /// a [correction bias](super::CorrectionBias) is added and within the row's best
 /// [groups](super::ExpertGroups) if the [router](super::RouterConfig) has these. Of equally good
 /// experts the lower index is chosen. The weights `w_e` are the scores without the bias, divided by
-/// their sum and multiplied by a factor as the router says. No row is dropped, and any number of
-/// rows may choose an expert.
+/// their sum and multiplied by a factor as the router says. Any number of rows may choose an
+/// expert. Without a [capacity](MixtureOfExpertsConfig::capacity_factor) no row is dropped.
 ///
 /// The weights of all experts are one parameter for each projection: `experts.gate_proj.weight` and
 /// `experts.up_proj.weight` (`[experts, intermediate, hidden]`), and `experts.down_proj.weight`
@@ -44,6 +45,10 @@ use fulgurite_engine::parameter::Parameter;
 /// Under expert parallelism (`trainer.strategy.expert_parallel_size`) each rank has some of the
 /// experts. The forward and the backward are then collective over the ranks that have all of them
 /// together: rows go to the ranks of their experts and come back.
+///
+/// With a capacity, an input `[.., time, hidden]` has sequences of `time` rows. A forward in
+/// training then needs a [`ForwardScope`](fulgurite_engine::module::ForwardScope). It is collective
+/// over the ranks that share sequences, which count the choices of earlier positions together.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -65,6 +70,7 @@ pub struct MixtureOfExperts {
     projections: Projections,
     shared: Option<SharedExpert>,
     experts_per_row: usize,
+    capacity: CapacityConfig,
     layer: LayerHandle,
 }
 
@@ -72,9 +78,9 @@ impl MixtureOfExperts {
     /// A layer of this shape.
     ///
     /// # Errors
-    /// If a size is 0, if rows use more experts than there are in their groups, if groups do not
-    /// divide the experts, if the experts are to be quantised, or if the builder's path has a layer
-    /// already.
+    /// If a size is 0, if rows use more experts than there are in their groups, or if groups do not
+    /// divide the experts. If a factor is not positive, if the experts are to be quantised, or if
+    /// the builder's path has a layer already.
     pub fn new(b: &ModuleBuilder, config: &MixtureOfExpertsConfig) -> Result<Self> {
         config.check(b)?;
         let layer = b.declare(ExpertStyles("MixtureOfExperts"))?;
@@ -83,7 +89,8 @@ impl MixtureOfExperts {
         let shared = config.shared.map(|shared| SharedExpert::new(b, config, shared));
         let shared = shared.transpose()?;
         let experts_per_row = config.experts_per_row;
-        Ok(Self { router, projections, shared, experts_per_row, layer })
+        let capacity = CapacityConfig::new(config);
+        Ok(Self { router, projections, shared, experts_per_row, capacity, layer })
     }
 
     /// The number of experts that compute each row.
@@ -100,7 +107,8 @@ impl MixtureOfExperts {
     /// f64), both in the graph. Rows are in the order of the input.
     ///
     /// # Errors
-    /// If the last dimension is not `hidden`.
+    /// If the last dimension is not `hidden`. With a capacity, if gradients are enabled outside of
+    /// any scope, or if a peer fails.
     pub fn forward_with_logits(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
         // One cast for router and experts, in the graph, so that their gradients add up before it.
         let own = self.layer.cast_input(x, self.projections.weight().compute_dtype())?;
@@ -120,9 +128,11 @@ impl MixtureOfExperts {
         let (saved, input) = self.layer.redistribute_input(x)?;
         let dims = saved.dims().to_vec();
         let rows = saved.reshape(((), saved.dim(D::Minus1)?))?;
-        let (mixed, y) = self
-            .layer
-            .run(|| Mixed::compute(&self.router, &self.projections, &rows, &logits.detach()))?;
+        let capacity = Capacity::of_forward(&self.capacity, &self.layer, &dims)?;
+        let (mixed, y) = self.layer.run(|| {
+            let (router, projections) = (&self.router, &self.projections);
+            Mixed::compute(router, projections, &rows, &logits.detach(), capacity.as_ref())
+        })?;
         save_for_backward(&mixed.saved());
         let y = y.reshape(&*dims)?;
         let tracked = self.layer.takes_gradient(x);

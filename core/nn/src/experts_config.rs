@@ -27,6 +27,15 @@ pub struct MixtureOfExpertsConfig {
     pub bias: bool,
     /// An expert that computes every row.
     pub shared: Option<SharedExpertConfig>,
+    /// The rows that an expert takes at most in training, as a factor of the even share; `None` for
+    /// any number.
+    ///
+    /// Of a sequence of `time` rows, an expert takes the first `ceil(capacity_factor * time *
+    /// experts_per_row / num_experts)` that choose it, in the order of their positions. Further
+    /// choices give nothing and are not computed. The weights of a row's other experts do not
+    /// change. As in Switch Transformer, a row later in the sequence never takes the place of an
+    /// earlier one. Evaluation drops nothing.
+    pub capacity_factor: Option<f64>,
     /// Initial weights; `None` for the default of [`Linear::new`](super::Linear::new). Biases start
     /// at zero.
     pub init: Option<Init>,
@@ -126,6 +135,7 @@ impl MixtureOfExpertsConfig {
             activation: ExpertActivation::Gated(Activation::Silu),
             bias: false,
             shared: None,
+            capacity_factor: None,
             init: None,
         }
     }
@@ -159,6 +169,11 @@ impl MixtureOfExpertsConfig {
             return Some(format!(
                 "the update rate of the correction bias must be at least 0, got {rate:?}"
             ));
+        }
+        if let Some(factor) = self.capacity_factor
+            && !(factor > 0.0 && factor.is_finite())
+        {
+            return Some(format!("the capacity factor must be positive, got {factor:?}"));
         }
         if let Some(groups) = router.groups
             && let Some(problem) = groups.problem(num_experts, experts_per_row)

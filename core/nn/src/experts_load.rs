@@ -14,7 +14,10 @@ use fulgurite_engine::parameter::{Buffer, Parameter};
 /// [`MixtureOfExperts`](super::MixtureOfExperts). Clones share the counts.
 ///
 /// Forwards without a backward do not count, nor does the recomputation of a checkpointed unit, nor
-/// a batch of padding ([`ForwardScope::is_padding`]). Padded positions in a batch of samples count.
+/// a batch of padding ([`ForwardScope::is_padding`]). Padded positions in a batch of samples count,
+/// and so do choices that are dropped for want of [capacity].
+///
+/// [capacity]: super::MixtureOfExpertsConfig::capacity_factor
 #[derive(Debug, Clone)]
 pub struct ExpertLoad(Arc<Mutex<Counts>>);
 
@@ -24,12 +27,15 @@ struct Counts {
     taken: Vec<f64>,
     /// Since the last optimizer step.
     of_step: Vec<f64>,
+    /// Dropped choices since the last [`ExpertLoad::take_dropped`]; `None` without a capacity.
+    dropped: Option<f64>,
 }
 
 impl ExpertLoad {
-    pub(super) fn new(experts: usize) -> Self {
-        let zeros = vec![0.0; experts];
-        Self(Arc::new(Mutex::new(Counts { taken: zeros.clone(), of_step: zeros })))
+    pub(super) fn new(experts: usize, has_capacity: bool) -> Self {
+        let (taken, of_step) = (vec![0.0; experts], vec![0.0; experts]);
+        let dropped = has_capacity.then_some(0.0);
+        Self(Arc::new(Mutex::new(Counts { taken, of_step, dropped })))
     }
 
     fn counts(&self) -> MutexGuard<'_, Counts> {
@@ -46,25 +52,47 @@ impl ExpertLoad {
         take(&mut self.counts().taken)
     }
 
-    /// Adds rows that a stage on another rank of a pipeline has [taken](Self::take), for the next
-    /// call of `take`.
-    pub fn add_of_stage(&self, rows: &[f64]) {
-        self.counts().taken.iter_mut().zip(rows).for_each(|(sum, rows)| *sum += rows);
+    /// Returns the number of dropped choices since the last call, and begins again. `None` without
+    /// a capacity.
+    pub fn take_dropped(&self) -> Option<f64> {
+        self.counts().dropped.as_mut().map(std::mem::take)
+    }
+
+    /// Adds rows and dropped choices that a stage on another rank of a pipeline has taken, for the
+    /// next calls of [`take`](Self::take) and [`take_dropped`](Self::take_dropped).
+    pub fn add_of_stage(&self, rows: &[f64], dropped: Option<f64>) {
+        let counts = &mut *self.counts();
+        counts.taken.iter_mut().zip(rows).for_each(|(sum, rows)| *sum += rows);
+        if let (Some(sum), Some(dropped)) = (&mut counts.dropped, dropped) {
+            *sum += dropped;
+        }
     }
 
     /// Counts the choices of a forward, if a backward follows.
     pub(super) fn add(&self, routing: &Routing) {
-        let (scope, mode) = (ForwardScope::current(), GradMode::current());
-        if scope.is_padding || !mode.expects_backward() || mode.recomputes() {
+        if !forward_counts() {
             return;
         }
-        let Counts { taken, of_step } = &mut *self.counts();
+        let Counts { taken, of_step, .. } = &mut *self.counts();
         for sums in [taken, of_step] {
             for (sum, range) in sums.iter_mut().zip(&routing.ranges) {
                 *sum += range.len() as f64;
             }
         }
     }
+
+    /// Counts the dropped choices of a forward, if a backward follows.
+    pub(super) fn add_dropped(&self, routing: &Routing) {
+        if forward_counts() {
+            *self.counts().dropped.get_or_insert_default() += routing.dropped() as f64;
+        }
+    }
+}
+
+/// Whether a backward follows, for the first time and of samples.
+fn forward_counts() -> bool {
+    let (scope, mode) = (ForwardScope::current(), GradMode::current());
+    !scope.is_padding && mode.expects_backward() && !mode.recomputes()
 }
 
 fn take(counts: &mut Vec<f64>) -> Vec<f64> {

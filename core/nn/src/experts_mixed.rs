@@ -2,6 +2,7 @@
 
 use candle_core::Tensor;
 
+use super::experts_capacity::Capacity;
 use super::experts_config::{ExpertActivation, MixtureOfExpertsConfig};
 use super::experts_exchange::Exchange;
 use super::experts_lora::StackLora;
@@ -172,14 +173,16 @@ pub(super) struct Mixed {
 }
 
 impl Mixed {
-    /// Computes the output for `x` (`[rows, hidden]`), outside the graph.
+    /// Computes the output for `x` (`[rows, hidden]`), outside the graph. Choices beyond the
+    /// capacity are dropped.
     pub(super) fn compute(
         router: &Router,
         projections: &Projections,
         x: &Tensor,
         logits: &Tensor,
+        capacity: Option<&Capacity>,
     ) -> Result<(Self, Tensor)> {
-        let choice = router.choose(logits)?;
+        let choice = router.choose(logits, capacity)?;
         let routing = &choice.routing;
         let sorted = select(x, &routing.rows)?;
         let sequence = sequence_of_choices(routing, x);
@@ -270,7 +273,10 @@ impl Mixed {
             }
         };
         let dweights = self.back(dweights)?;
-        let dlogits = choice.dlogits(&select(&dweights, &routing.inverse())?)?;
+        // Dropped choices have the constant weight 0.
+        let inverse = routing.inverse();
+        let dweights = grouped::with_zeros_behind(&dweights, &inverse)?;
+        let dlogits = choice.dlogits(&select(&dweights, &inverse)?)?;
         projections.parameters().try_for_each(Parameter::end_use)?;
         Ok((dx, dlogits))
     }
@@ -278,6 +284,9 @@ impl Mixed {
 
 /// The rows of `x` with these indices.
 pub(super) fn select(x: &Tensor, rows: &[u32]) -> Result<Tensor> {
+    if rows.is_empty() {
+        return Ok(x.detach().narrow(0, 0, 0)?);
+    }
     let rows = Tensor::from_slice(rows, rows.len(), x.device())?;
     Ok(x.contiguous()?.index_select(&rows, 0)?)
 }

@@ -2,6 +2,7 @@
 
 use candle_core::{D, DType, Tensor};
 
+use super::experts_capacity::Capacity;
 use super::experts_config::{MixtureOfExpertsConfig, RouterConfig, RouterScore};
 use super::experts_load::{Balance, ExpertLoad};
 use super::gradients::accumulate_and_end_use;
@@ -40,7 +41,7 @@ impl Router {
         let weight = b.parameter("weight", [num_experts, hidden_size], config.init(hidden_size))?;
         let bias = || b.parameter("bias", [num_experts], Init::ZEROS);
         let bias = router.bias.then(bias).transpose()?;
-        let load = ExpertLoad::new(num_experts);
+        let load = ExpertLoad::new(num_experts, config.capacity_factor.is_some());
         let correction = router.correction.map(|correction| -> Result<Buffer> {
             let options = BufferOptions::dtype(accumulation_dtype(b.compute_dtype()));
             let options = options.not_set_in_forward();
@@ -101,8 +102,9 @@ impl Router {
         })
     }
 
-    /// Chooses the experts of each row by its logits, outside the graph.
-    pub(super) fn choose(&self, logits: &Tensor) -> Result<Choice> {
+    /// Chooses the experts of each row by its logits, outside the graph. Loads count the choices
+    /// before those beyond the capacity are dropped.
+    pub(super) fn choose(&self, logits: &Tensor, capacity: Option<&Capacity>) -> Result<Choice> {
         let RouterConfig { score, normalize, scale, groups, .. } = self.config;
         let scores = match score {
             RouterScore::Softmax => softmax(logits)?,
@@ -116,6 +118,14 @@ impl Router {
             }
         };
         self.load.add(&routing);
+        let routing = match capacity {
+            None => routing,
+            Some(capacity) => {
+                let kept = capacity.apply(routing, scores.device())?;
+                self.load.add_dropped(&kept);
+                kept
+            }
+        };
         let chosen = scores.gather(&routing.experts_on(scores.device())?, D::Minus1)?;
         let total = match (normalize, score) {
             (false, _) => None,
@@ -131,7 +141,8 @@ impl Router {
     }
 }
 
-/// The experts of each row with their weights.
+/// The experts of each row with their weights. Dropped choices have weights, too: their scores count
+/// in the sum that divides the weights.
 pub(super) struct Choice {
     score: RouterScore,
     scale: f64,

@@ -52,6 +52,7 @@ mod dropout;
 mod embedding;
 mod experts;
 mod experts_balance;
+mod experts_capacity;
 mod experts_config;
 mod experts_exchange;
 mod experts_load;

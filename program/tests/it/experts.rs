@@ -171,6 +171,35 @@ fn loads(events: &[Value]) -> Vec<BTreeMap<String, f64>> {
     events.iter().filter_map(of_step).collect()
 }
 
+/// Ways to compute the same steps: the ranks, the strategy, and settings.
+const MESHES: [(usize, &str, &[&str]); 8] = [
+    (1, "single_device", &["data.batch_size=2", "trainer.accumulate_grad_batches=4"]),
+    (2, "ddp", &["data.batch_size=4"]),
+    (2, "fsdp", &["data.batch_size=2", "trainer.accumulate_grad_batches=2"]),
+    (2, "fsdp", &["data.batch_size=4", "trainer.activation_checkpointing=full"]),
+    (
+        4,
+        "{ type = 'model_parallel', tensor_parallel_size = 1, expert_parallel_size = 4 }",
+        &["data.batch_size=2"],
+    ),
+    (
+        4,
+        "{ type = 'model_parallel', tensor_parallel_size = 2, expert_parallel_size = 2 }",
+        &["data.batch_size=4"],
+    ),
+    (
+        2,
+        "{ type = 'model_parallel', tensor_parallel_size = 1, context_parallel_size = 2 }",
+        &["data.batch_size=8"],
+    ),
+    // The last stage, which logs, has one of the layers with experts.
+    (
+        2,
+        "{ type = 'model_parallel', tensor_parallel_size = 1, pipeline_parallel_size = 2 }",
+        &["data.batch_size=8", "trainer.micro_batch_size=2"],
+    ),
+];
+
 #[test]
 fn a_bias_balances_experts_on_every_mesh() {
     let temp = tempfile::tempdir().unwrap();
@@ -181,33 +210,7 @@ fn a_bias_balances_experts_on_every_mesh() {
     assert_eq!((alone.len(), of_alone.len()), (6, 4));
     // Two of the three layers have experts.
     assert_eq!(of_alone[0].len(), 2 * 3);
-    for (ranks, strategy, sets) in [
-        (1, "single_device", &["data.batch_size=2", "trainer.accumulate_grad_batches=4"][..]),
-        (2, "ddp", &["data.batch_size=4"]),
-        (2, "fsdp", &["data.batch_size=2", "trainer.accumulate_grad_batches=2"]),
-        (2, "fsdp", &["data.batch_size=4", "trainer.activation_checkpointing=full"]),
-        (
-            4,
-            "{ type = 'model_parallel', tensor_parallel_size = 1, expert_parallel_size = 4 }",
-            &["data.batch_size=2"],
-        ),
-        (
-            4,
-            "{ type = 'model_parallel', tensor_parallel_size = 2, expert_parallel_size = 2 }",
-            &["data.batch_size=4"],
-        ),
-        (
-            2,
-            "{ type = 'model_parallel', tensor_parallel_size = 1, context_parallel_size = 2 }",
-            &["data.batch_size=8"],
-        ),
-        // The last stage, which logs, has one of the layers.
-        (
-            2,
-            "{ type = 'model_parallel', tensor_parallel_size = 1, pipeline_parallel_size = 2 }",
-            &["data.batch_size=8", "trainer.micro_batch_size=2"],
-        ),
-    ] {
+    for (ranks, strategy, sets) in MESHES {
         let found = fit_biased(temp.path(), ranks, strategy, sets);
         assert_close(strategy, &numbers(&found, "train_loss"), &alone, 1e-5);
         assert_eq!(loads(&found), of_alone, "{strategy}, {sets:?}");
@@ -216,6 +219,27 @@ fn a_bias_balances_experts_on_every_mesh() {
     let off = ["data.batch_size=8", "model.expert_bias_update_rate=0"];
     let off = fit_biased(temp.path(), 1, "single_device", &off);
     assert_ne!(numbers(&off, "train_loss"), alone);
+}
+
+/// The bias follows the choices before some are dropped, on every mesh.
+#[test]
+fn a_capacity_drops_alike_on_every_mesh() {
+    let temp = tempfile::tempdir().unwrap();
+    let fit = |ranks, strategy, sets: &[&str]| {
+        let capacity = "model.expert_capacity_factor=0.7";
+        fit_biased(temp.path(), ranks, strategy, &[&[capacity], sets].concat())
+    };
+    let alone = fit(1, "single_device", &["data.batch_size=8"]);
+    let of_alone = loads(&alone);
+    let dropped =
+        |layer| of_alone.iter().map(move |l| l[&format!("expert_load.{layer}.dropped_share")]);
+    assert!(dropped(1).chain(dropped(2)).all(|share| share > 0.25 && share < 0.75), "{of_alone:?}");
+    let losses = numbers(&alone, "train_loss");
+    for (ranks, strategy, sets) in MESHES {
+        let found = fit(ranks, strategy, sets);
+        assert_close(strategy, &numbers(&found, "train_loss"), &losses, 1e-5);
+        assert_eq!(loads(&found), of_alone, "{strategy}, {sets:?}");
+    }
 }
 
 #[test]
@@ -314,4 +338,24 @@ fn plans_cover_a_bias() {
             sent("model.expert_bias_update_rate=0.01") - sent("model.expert_bias_update_rate=0");
         assert_eq!(more, 2 * 4 * 8 * 2, "{strategy}");
     }
+}
+
+/// A plan drops nothing. It has the counts of choices that ranks of one sequence gather.
+#[test]
+fn plans_cover_a_capacity() {
+    let temp = tempfile::tempdir().unwrap();
+    let context =
+        "{ type = 'model_parallel', tensor_parallel_size = 1, context_parallel_size = 2 }";
+    let sent = |factor: &str| {
+        let sets = ["data.batch_size=4", factor];
+        let events = fit_biased(temp.path(), 2, context, &sets);
+        let plan = events.last().unwrap()["plan"].clone();
+        let planned = plan["traffic_bytes_per_step"].as_u64().unwrap();
+        assert_eq!(plan["measured_traffic_bytes_per_step"], planned, "{factor}");
+        planned
+    };
+    let more =
+        sent("model.expert_capacity_factor=0.5") - sent("model.expert_capacity_factor=false");
+    // Each of two ranks gathers four chunks of four sequences in two layers: four experts, in u32.
+    assert_eq!(more, 2 * 4 * 4 * 2 * 4 * 4);
 }

@@ -136,10 +136,15 @@ fn loads_of_experts_are_logged() {
     let own = ["model.type=mixtral", "model.num_local_experts=4", "model.num_key_value_heads=2"];
     let sets = ["data.batch_size=4", "trainer.max_steps=1"];
     let without_weights = &GRPO[..GRPO.len() - 2];
-    let events = fit(dir.path(), &[&own, &MODEL[1..], without_weights, &sets].concat()).unwrap();
+    let of = |more: &[&str]| {
+        fit(dir.path(), &[&own, &MODEL[1..], without_weights, &sets, more].concat())
+    };
+    let events = of(&[]).unwrap();
     let most = metric(&events, "expert_load.max_share")[0];
     // A token has two of the four.
     assert!((0.25..=0.5).contains(&most), "{most}");
+    let error = of(&["model.expert_capacity_factor=1.0"]).unwrap_err().to_string();
+    assert!(error.contains("`model.expert_capacity_factor`: `module.type = \"grpo\"`"), "{error}");
 }
 
 #[test]

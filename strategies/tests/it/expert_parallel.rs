@@ -74,6 +74,7 @@ enum Balance {
     None,
     Loss,
     Bias,
+    Capacity,
 }
 
 impl Model {
@@ -86,6 +87,7 @@ impl Model {
         let sizes = MixtureOfExpertsConfig::new([WIDTH, 10], EXPERTS, 2);
         let config = match balance {
             Balance::None | Balance::Loss => sizes,
+            Balance::Capacity => MixtureOfExpertsConfig { capacity_factor: Some(0.5), ..sizes },
             Balance::Bias => MixtureOfExpertsConfig {
                 router: RouterConfig {
                     score: RouterScore::Sigmoid,
@@ -356,18 +358,25 @@ fn sizes_that_cannot_be_are_refused() {
 }
 
 /// A forward sends rows and results, a backward weights, gradients of results and of rows, and of
-/// weights; each of them for every choice.
+/// weights; each of them for every choice that is not dropped.
 #[test]
 fn rows_travel_once_in_each_direction() {
+    check_traffic(Rows::Uneven, Balance::None, 2 * ROWS);
+    // Both experts take a quarter of the rows of each rank.
+    check_traffic(Rows::Equal, Balance::Capacity, 2 * ROWS / 4);
+}
+
+#[track_caller]
+fn check_traffic(rows: Rows, balance: Balance, choices: usize) {
     let config =
         r#"{"type": "model_parallel", "tensor_parallel_size": 1, "expert_parallel_size": 2}"#;
     let counted = run_ranks(2, |world| {
         let rank = world.rank();
         let counter = Counter::default();
         let mut fabric = Fabric::new(counter.watch(world), strategy(config)?, init(config)?, 5)?;
-        let model = fabric.setup_module(Model::new)?;
-        let own = Rows::Uneven.of(rank, 2);
-        let ids = Tensor::from_slice(&Rows::Uneven.ids(0)[own.clone()], own.len(), &Device::Cpu)?;
+        let model = fabric.setup_module(|b| Model::balanced(b, balance))?;
+        let own = rows.of(rank, 2);
+        let ids = Tensor::from_slice(&rows.ids(0)[own.clone()], own.len(), &Device::Cpu)?;
         counter.reset();
         let _scope = fabric.forward_scope(true, 0, 0);
         let loss = cross_entropy(&model.forward(&ids)?.0, &ids.to_dtype(DType::I64)?)?;
@@ -377,7 +386,7 @@ fn rows_travel_once_in_each_direction() {
         Ok([forward, counter.get("expert_parallel", "all_to_all"), gathers])
     })
     .unwrap();
-    let (layers, choices) = (2, 2 * ROWS as u64);
+    let (layers, choices) = (2, choices as u64);
     let (row, numbers) = (4 * WIDTH as u64, 2 * 4 * (EXPERTS as u64 + 1));
     let sum = |of: usize| counted.iter().map(|of_rank| of_rank[of].bytes).sum::<u64>();
     assert!(counted.iter().all(|of_rank| of_rank[0].calls == 2 * layers));
@@ -385,4 +394,56 @@ fn rows_travel_once_in_each_direction() {
     assert!(counted.iter().all(|of_rank| of_rank[1].calls == 6 * layers));
     assert_eq!(sum(1), layers * choices * (4 * row + 2 * 4));
     assert!(counted.iter().all(|of| of[2] == Record { calls: layers, bytes: layers * numbers }));
+}
+
+/// The logits' bits, loss and gradient norm of two sequences that ranks share.
+fn train_sequences(ranks: usize, config: &str, rows: Rows) -> (Vec<u32>, [f64; 2]) {
+    let mut runs = run_ranks(ranks, |world| {
+        let init = ModuleInit { compute_dtype: DType::F32, ..init(config)? };
+        let mut fabric = Fabric::new(world, strategy(config)?, init, 5)?;
+        let build = |b: &ModuleBuilder| Model::balanced(b, Balance::Capacity);
+        let optimizer = Sgd { lr: 0.3, ..Sgd::default() };
+        let (model, mut optimizer) = fabric.setup(build, &optimizer as &dyn OptimizerConfig)?;
+        let ids = [0, 1].map(|step| rows.ids(step)[..16].to_vec()).to_vec();
+        let context = fabric.context_parallel();
+        let ids = Tensor::new(ids, &Device::Cpu)?;
+        let ids = context.as_ref().map_or(Ok(ids.clone()), |context| context.shard(&ids, 1))?;
+        let _scope = fabric.forward_scope(true, 0, 0);
+        let invariant = ForwardScope { batch_invariant: true, ..ForwardScope::current() };
+        let logits = invariant.run(|| model.forward(&ids))?.0;
+        let own = logits.detach();
+        let whole = match &context {
+            None => own,
+            Some(context) => context.gather(&[&own])?.swap_remove(0),
+        };
+        let bits = whole.flatten_all()?.to_vec1::<f32>()?.into_iter().map(f32::to_bits).collect();
+        fabric.backward(&cross_entropy(&logits, &ids.to_dtype(DType::I64)?)?)?;
+        let loss = fabric.step_totals(&[])?.mean();
+        Ok((bits, [loss, fabric.clip_gradients_norm(&mut optimizer, 1.0)?]))
+    })
+    .unwrap();
+    assert!(runs.iter().all(|run| *run == runs[0]), "{config}: ranks differ: {runs:?}");
+    runs.swap_remove(0)
+}
+
+/// With equal rows, two experts of a layer take the first quarter of each sequence: all rows of the
+/// ranks that have the middle are dropped.
+#[test]
+fn capacities_are_of_whole_sequences() {
+    for rows in [Rows::Equal, Rows::Uneven] {
+        let alone = train_sequences(1, ALONE, rows);
+        for (ranks, keys) in [
+            (2, r#""context_parallel_size": 2"#),
+            (4, r#""context_parallel_size": 4"#),
+            (2, r#""context_parallel_size": 2, "expert_parallel_size": 2"#),
+            (4, r#""context_parallel_size": 4, "expert_parallel_size": 2"#),
+            (2, r#""context_parallel_size": 2, "activation_checkpointing": "full""#),
+        ] {
+            let config =
+                format!(r#"{{"type": "model_parallel", "tensor_parallel_size": 1, {keys}}}"#);
+            let found = train_sequences(ranks, &config, rows);
+            assert_eq!(found.0, alone.0, "{keys}, {rows:?}");
+            assert_close(keys, &found.1, &alone.1);
+        }
+    }
 }

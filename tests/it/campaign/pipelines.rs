@@ -35,7 +35,7 @@ const FAMILIES: [(&str, &str); 9] = [
     ("qwen3", ""),
     ("olmo2", ""),
     ("smollm3", ""),
-    ("mixtral", "num_local_experts = 4\nnum_experts_per_tok = 2\n"),
+    ("mixtral", "num_local_experts = 4\nnum_experts_per_tok = 2\nexpert_capacity_factor = 0.8\n"),
     // With the loss that balances experts, whose sums go from stage to stage.
     (
         "qwen3_moe",

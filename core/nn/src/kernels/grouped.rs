@@ -231,7 +231,7 @@ pub(crate) fn row_dots(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 
 /// Sums `per_row` rows of `x` (`[choices, width]`) into each row of the result, at `places` (`[rows
 /// * per_row]`), each times its factor (`[choices]`, in the accumulation dtype) if given. Sums in
-/// the order of `places`.
+/// the order of `places`. The place behind the last row adds nothing.
 pub(crate) fn sum_rows(
     x: &Tensor,
     factors: Option<&Tensor>,
@@ -275,6 +275,7 @@ fn sum_rows_portable(
         Some(factors) => wide.broadcast_mul(&factors.unsqueeze(1)?)?,
         None => wide,
     };
+    let wide = with_zeros_behind(&wide, places)?;
     let mut sum: Option<Tensor> = None;
     for i in 0..per_row {
         let places: Vec<u32> = places.iter().skip(i).step_by(per_row).copied().collect();
@@ -286,6 +287,17 @@ fn sum_rows_portable(
     }
     let sum = sum.ok_or_else(|| Error::other("a row of no expert"))?;
     storage::cast(&sum, x.dtype())
+}
+
+/// Returns `x` (`[choices, ..]`) with zeros in a further row, if one of `places` is there.
+pub(crate) fn with_zeros_behind(x: &Tensor, places: &[u32]) -> Result<Tensor> {
+    let mut dims = x.dims().to_vec();
+    if !places.contains(&(dims[0] as u32)) {
+        return Ok(x.clone());
+    }
+    dims[0] = 1;
+    let zeros = Tensor::zeros(dims, x.dtype(), x.device())?;
+    Ok(Tensor::cat(&[x.detach(), zeros], 0)?)
 }
 
 vectorized! {
@@ -313,6 +325,9 @@ vectorized! {
         for (y, places) in y.chunks_exact_mut(width).zip(places.chunks_exact(per_row)) {
             sum.fill(E::Wide::ZERO);
             for &place in places {
+                if place as usize == factors.len() {
+                    continue; // a dropped choice
+                }
                 let (at, factor) = (place as usize * width, factors[place as usize]);
                 let x = &x[at..at + width];
                 sum.iter_mut().zip(x).for_each(|(sum, x)| *sum += x.widen() * factor);

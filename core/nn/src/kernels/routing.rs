@@ -12,7 +12,8 @@ use fulgurite_engine::execution::{dry_run, read};
 /// The experts of each row, and the order in which experts compute rows.
 ///
 /// A *choice* is a row with one of its experts. Choices are sorted by expert, and those of one
-/// expert by row, so every sum over them has one order.
+/// expert by row, so every sum over them has one order. Dropped choices are not among the sorted
+/// ones.
 #[derive(Debug)]
 pub(crate) struct Routing {
     /// The experts of each row, the best first: `[rows * per_row]`.
@@ -25,7 +26,8 @@ pub(crate) struct Routing {
     pub(crate) rows: Vec<u32>,
     /// The index in `experts` of each sorted choice.
     pub(crate) choices: Vec<u32>,
-    /// The sorted choices of each row, in the order of their experts: `[rows * per_row]`.
+    /// The sorted choices of each row, in the order of their experts: `[rows * per_row]`. Behind
+    /// them, [`len`](Self::len) stands for each of the row's dropped choices.
     pub(crate) places: Vec<u32>,
 }
 
@@ -44,13 +46,30 @@ impl Routing {
             true => (0..rows * per_row).map(|choice| (choice % experts) as u32).collect(),
             false => with_scores(scores, Best { experts, per_row, groups })?,
         };
-        Ok(Self::sorted(chosen, experts, per_row))
+        Ok(Self::sorted(chosen, experts, per_row, |_| true))
     }
 
-    /// Sorts the choices by expert.
-    fn sorted(experts: Vec<u32>, num_experts: usize, per_row: usize) -> Self {
+    /// Drops the choices that `keeps` (`[rows * per_row]`) does not keep.
+    pub(crate) fn keeping(self, keeps: &[bool]) -> Self {
+        match keeps.iter().all(|keep| *keep) {
+            true => self,
+            false => {
+                let num_experts = self.ranges.len();
+                Self::sorted(self.experts, num_experts, self.per_row, |choice| keeps[choice])
+            }
+        }
+    }
+
+    /// Sorts the kept choices by expert.
+    fn sorted(
+        experts: Vec<u32>,
+        num_experts: usize,
+        per_row: usize,
+        keeps: impl Fn(usize) -> bool,
+    ) -> Self {
         let mut ends = vec![0; num_experts];
-        experts.iter().for_each(|&expert| ends[expert as usize] += 1);
+        let kept = experts.iter().enumerate().filter(|(choice, _)| keeps(*choice));
+        kept.for_each(|(_, &expert)| ends[expert as usize] += 1);
         let mut start = 0;
         let ranges: Vec<Range<usize>> = ends
             .iter()
@@ -61,8 +80,8 @@ impl Routing {
             .collect();
         let mut next: Vec<usize> = ranges.iter().map(|range| range.start).collect();
         let mut sorted = Self {
-            rows: vec![0; experts.len()],
-            choices: vec![0; experts.len()],
+            rows: vec![0; start],
+            choices: vec![0; start],
             ranges,
             per_row,
             places: Vec::with_capacity(experts.len()),
@@ -71,21 +90,31 @@ impl Routing {
         for (row, of_row) in sorted.experts.chunks_exact(per_row).enumerate() {
             let first = sorted.places.len();
             for (i, &expert) in of_row.iter().enumerate() {
+                let choice = row * per_row + i;
+                if !keeps(choice) {
+                    sorted.places.push(start as u32);
+                    continue;
+                }
                 let place = next[expert as usize];
                 next[expert as usize] += 1;
                 sorted.rows[place] = row as u32;
-                sorted.choices[place] = (row * per_row + i) as u32;
+                sorted.choices[place] = choice as u32;
                 sorted.places.push(place as u32);
             }
-            // Places grow with experts.
+            // Places grow with experts. Dropped choices have the largest place.
             sorted.places[first..].sort_unstable();
         }
         sorted
     }
 
-    /// Number of choices.
+    /// Number of choices that are not dropped.
     pub(crate) fn len(&self) -> usize {
         self.rows.len()
+    }
+
+    /// Number of dropped choices.
+    pub(crate) fn dropped(&self) -> usize {
+        self.experts.len() - self.len()
     }
 
     /// The experts of each row on a device, `[rows, per_row]`.
@@ -95,8 +124,9 @@ impl Routing {
     }
 
     /// The index of each choice in the sorted order, `[rows * per_row]`: the reverse of `choices`.
+    /// [`len`](Self::len) for dropped choices.
     pub(crate) fn inverse(&self) -> Vec<u32> {
-        let mut inverse = vec![0; self.len()];
+        let mut inverse = vec![self.len() as u32; self.experts.len()];
         for (place, &choice) in self.choices.iter().enumerate() {
             inverse[choice as usize] = place as u32;
         }

@@ -140,6 +140,12 @@ pub const KEYS: &[Key] = &[
         "How much a step changes the bias that balances experts without a loss; by default 0. DeepSeek-V3 was trained with 0.001.",
     ),
     key(
+        "expert_capacity_factor",
+        KeyKind::Number,
+        "How many of a sequence's tokens an expert takes at most in training: this factor times the even share, rounded \
+         up. Later choices are dropped. By default there is no limit.",
+    ),
+    key(
         "log_expert_load",
         KeyKind::Text,
         "The shares of tokens of the experts that training logs: \"none\", \"summary\" (the default: three values for all layers), \"layers\" (three for each layer) or \"experts\" (also one for each expert).",
@@ -490,6 +496,7 @@ pub(crate) const OF_MODULES: &[&str] = &[
     "desirable_weight",
     "dropout",
     "expert_bias_update_rate",
+    "expert_capacity_factor",
     "generation",
     "grpo",
     "image_mean",

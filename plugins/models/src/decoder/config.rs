@@ -90,6 +90,9 @@ pub struct ExpertsConfig {
     pub bias: bool,
     /// An expert that computes every token.
     pub shared: Option<SharedExpertConfig>,
+    /// The factor of the tokens of a sequence that an expert takes at most in training. See
+    /// [`MixtureOfExpertsConfig::capacity_factor`].
+    pub capacity_factor: Option<f64>,
     /// The values of the experts' loads that training logs; `None` for
     /// [`Summary`](LoadLog::Summary) where they are logged.
     pub load_log: Option<LoadLog>,
@@ -219,6 +222,7 @@ impl DecoderConfig {
             activation: experts.activation.unwrap_or(self.feed_forward.activation.into()),
             bias: experts.bias,
             shared: experts.shared,
+            capacity_factor: experts.capacity_factor,
             init: Some(self.init()),
         })
     }
@@ -241,6 +245,21 @@ impl DecoderConfig {
             Some(_) => Err(Error::Config(
                 "`model.output_router_logits`: only `module.type = \"causal_lm\"` adds the loss that balances experts; \
                  set it to false"
+                    .to_owned(),
+            )),
+        }
+    }
+
+    /// Refuses a capacity of experts, for a module that trains in the scope of an evaluation.
+    ///
+    /// # Errors
+    /// If the configuration has a capacity.
+    pub(crate) fn check_dropless(&self) -> Result<()> {
+        match self.experts.and_then(|experts| experts.capacity_factor) {
+            None => Ok(()),
+            Some(_) => Err(Error::Config(
+                "`model.expert_capacity_factor`: `module.type = \"grpo\"` learns without dropping tokens, so that the \
+                 probabilities of its answers stay as they were sampled; leave the key out"
                     .to_owned(),
             )),
         }

@@ -23,7 +23,7 @@ pub(crate) struct Passed {
     loads: Loads,
 }
 
-/// The rows of each expert, by layer.
+/// The rows of each expert, and with a capacity the dropped choices, by layer.
 type Loads = Vec<(usize, Vec<f64>)>;
 
 /// What a forward computes besides hidden states.
@@ -72,7 +72,10 @@ impl Decoder {
         })?;
         for (layer, load) in self.expert_loads() {
             let of_layer = passed.loads.iter().filter(|(other, _)| *other == layer);
-            of_layer.for_each(|(_, rows)| load.add_of_stage(rows));
+            of_layer.for_each(|(_, rows)| {
+                let experts = load.num_experts();
+                load.add_of_stage(&rows[..experts], rows.get(experts).copied());
+            });
         }
         Ok(passed)
     }
@@ -82,7 +85,7 @@ impl Decoder {
     fn loads_for_later_stages(&self, layer: &DecoderLayer) -> Option<(usize, Vec<f64>)> {
         let is_counted = stage::goes_on() && GradMode::current().expects_backward();
         let load = layer.load().filter(|_| is_counted && self.logs_loads())?;
-        Some((layer.index(), load.take()))
+        Some((layer.index(), load.take().into_iter().chain(load.take_dropped()).collect()))
     }
 }
 
@@ -112,7 +115,7 @@ impl StageTensors for Passed {
     }
 }
 
-/// Loads as i64 `[layers, 1 + experts]`, each layer's number first; `None` if there are none.
+/// Loads as i64, a row for each layer with its number first; `None` if there are none.
 fn tensor_of(loads: &Loads, device: &Device) -> Result<Option<Tensor>> {
     let Some((_, first)) = loads.first() else { return Ok(None) };
     let width = 1 + first.len();

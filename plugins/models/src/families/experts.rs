@@ -107,9 +107,25 @@ pub(super) fn mixture(
         activation: None,
         bias: false,
         shared: None,
+        capacity_factor: capacity_factor(reader)?,
         load_log: load_log(reader)?,
         balance: None,
     })
+}
+
+fn capacity_factor(reader: &Reader<'_>) -> Result<Option<f64>> {
+    let key = "expert_capacity_factor";
+    let factor = reader.optional_number(key)?;
+    match factor.filter(|factor| !(*factor > 0.0 && factor.is_finite())) {
+        None => Ok(factor),
+        Some(factor) => {
+            let message = format!(
+                "must be above 0, found {factor:?}; 1.0 is an even share of a sequence's tokens, and without the key \
+                 no token is dropped"
+            );
+            Err(reader.wrong(key, message))
+        }
+    }
 }
 
 fn load_log(reader: &Reader<'_>) -> Result<Option<LoadLog>> {

@@ -3,6 +3,7 @@
 use candle_core::{Device, Tensor};
 use fulgurite_engine::execution::dry_run;
 use fulgurite_error::Result;
+use fulgurite_nn::ExpertLoad;
 use fulgurite_trainer::metric::Metric;
 use fulgurite_trainer::trainer::StepContext;
 
@@ -14,21 +15,35 @@ const NAME: &str = "expert_load";
 /// Logs the loads of a decoder's experts in the forwards since the last call, if the step is
 /// logged. Under a pipeline the last stage logs those of all stages.
 pub(super) fn log_expert_load(model: &Decoder, ctx: &mut StepContext) {
-    let counts: Vec<(usize, Vec<f64>)> =
-        model.expert_loads().map(|(layer, load)| (layer, load.take())).collect();
+    let take = |(layer, load): (usize, &ExpertLoad)| LayerLoad {
+        layer,
+        counts: load.take(),
+        dropped: load.take_dropped(),
+    };
+    let layers: Vec<LayerLoad> = model.expert_loads().map(take).collect();
     let log = model.load_log();
     // A plan has no values to log.
     let is_logged = ctx.is_logged() && !dry_run::is_on();
-    if !counts.is_empty() && log != LoadLog::None && is_logged {
-        ctx.log(NAME, ExpertLoads { counts, log });
+    if !layers.is_empty() && log != LoadLog::None && is_logged {
+        ctx.log(NAME, ExpertLoads { layers, log });
     }
 }
 
 /// The rows of each expert in each layer that has experts.
 #[derive(Debug)]
 struct ExpertLoads {
-    counts: Vec<(usize, Vec<f64>)>,
+    layers: Vec<LayerLoad>,
     log: LoadLog,
+}
+
+/// The rows of the experts of a layer.
+#[derive(Debug)]
+struct LayerLoad {
+    layer: usize,
+    /// Each expert's rows, before choices are dropped.
+    counts: Vec<f64>,
+    /// Number of dropped choices; `None` without a capacity.
+    dropped: Option<f64>,
 }
 
 /// The shares of experts in one layer.
@@ -36,6 +51,7 @@ struct Shares<'a> {
     layer: usize,
     counts: &'a [f64],
     total: f64,
+    dropped: Option<f64>,
 }
 
 impl Shares<'_> {
@@ -65,10 +81,11 @@ impl ExpertLoads {
     /// The shares in the layers that have computed rows.
     fn shares<'a>(&self, mut state: &'a [f64]) -> Vec<Shares<'a>> {
         let mut all = Vec::new();
-        for (layer, counts) in &self.counts {
-            let (own, rest) = state.split_at(counts.len().min(state.len()));
-            let total = own.iter().sum();
-            all.push(Shares { layer: *layer, counts: own, total });
+        for LayerLoad { layer, counts, dropped } in &self.layers {
+            let (counts, rest) = state.split_at(counts.len().min(state.len()));
+            let (own, rest) = rest.split_at(rest.len().min(usize::from(dropped.is_some())));
+            let (total, dropped) = (counts.iter().sum(), own.first().copied());
+            all.push(Shares { layer: *layer, counts, total, dropped });
             state = rest;
         }
         all.retain(|shares| shares.total > 0.0);
@@ -78,7 +95,10 @@ impl ExpertLoads {
 
 impl Metric for ExpertLoads {
     fn state(&self) -> Result<Tensor> {
-        let counts: Vec<f64> = self.counts.iter().flat_map(|(_, counts)| counts).copied().collect();
+        let mut counts: Vec<f64> = Vec::new();
+        for layer in &self.layers {
+            counts.extend(layer.counts.iter().copied().chain(layer.dropped));
+        }
         let len = counts.len();
         Ok(Tensor::from_vec(counts, len, &Device::Cpu)?)
     }
@@ -91,23 +111,27 @@ impl Metric for ExpertLoads {
     fn compute_all(&self, name: &str, state: &[f64]) -> Vec<(String, f64)> {
         let all = self.shares(state);
         let mut values = Vec::new();
-        let mut add = |path: &str, [max, min, entropy]: [f64; 3]| {
+        let mut add = |path: &str, [max, min, entropy]: [f64; 3], dropped: Option<f64>| {
             values.push((format!("{path}.max_share"), max));
             values.push((format!("{path}.min_share"), min));
             values.push((format!("{path}.entropy"), entropy));
+            values.extend(dropped.map(|share| (format!("{path}.dropped_share"), share)));
         };
         if self.log == LoadLog::Summary {
             if !all.is_empty() {
                 let max = all.iter().map(Shares::max).fold(0.0, f64::max);
                 let min = all.iter().map(Shares::min).fold(1.0, f64::min);
                 let entropy = all.iter().map(Shares::entropy).sum::<f64>() / all.len() as f64;
-                add(name, [max, min, entropy]);
+                let total: f64 = all.iter().map(|shares| shares.total).sum();
+                let dropped: Option<f64> = all.iter().map(|shares| shares.dropped).sum();
+                add(name, [max, min, entropy], dropped.map(|dropped| dropped / total));
             }
             return values;
         }
         for shares in &all {
             let path = format!("{name}.{}", shares.layer);
-            add(&path, [shares.max(), shares.min(), shares.entropy()]);
+            let dropped = shares.dropped.map(|dropped| dropped / shares.total);
+            add(&path, [shares.max(), shares.min(), shares.entropy()], dropped);
         }
         if self.log == LoadLog::Experts {
             for shares in &all {
@@ -124,19 +148,23 @@ impl Metric for ExpertLoads {
 mod tests {
     use super::*;
 
+    fn loads(log: LoadLog, dropped: Option<f64>) -> ExpertLoads {
+        let layer = |layer| LayerLoad { layer, counts: vec![0.0; 2], dropped };
+        ExpertLoads { layers: [1, 2, 3].map(layer).into(), log }
+    }
+
     fn values(log: LoadLog) -> Vec<(String, f64)> {
-        let counts = vec![(1, vec![0.0; 2]), (2, vec![0.0; 2]), (3, vec![0.0; 2])];
-        let metric = ExpertLoads { counts, log };
         // The second layer has computed nothing.
-        metric.compute_all("load", &[3.0, 1.0, 0.0, 0.0, 2.0, 2.0])
+        loads(log, None).compute_all("load", &[3.0, 1.0, 0.0, 0.0, 2.0, 2.0])
+    }
+
+    fn named(values: &[(&str, f64)]) -> Vec<(String, f64)> {
+        values.iter().map(|(name, x)| ((*name).to_owned(), *x)).collect()
     }
 
     #[test]
     fn shares_are_of_rows_in_a_layer() {
         let entropy = -(0.75 * 0.75f64.ln() + 0.25 * 0.25f64.ln()) / 2f64.ln();
-        let named = |values: &[(&str, f64)]| {
-            values.iter().map(|(name, x)| ((*name).to_owned(), *x)).collect::<Vec<_>>()
-        };
         let layers = [
             ("load.1.max_share", 0.75),
             ("load.1.min_share", 0.25),
@@ -152,5 +180,21 @@ mod tests {
         let found = values(LoadLog::Summary);
         assert_eq!(found[..2], named(&[("load.max_share", 0.75), ("load.min_share", 0.25)]));
         assert!((found[2].1 - (1.0 + entropy) / 2.0).abs() < 1e-12);
+    }
+
+    #[test]
+    fn dropped_shares_are_of_choices() {
+        let values = |log| {
+            let state = [3.0, 1.0, 1.0, 0.0, 0.0, 0.0, 2.0, 2.0, 0.0];
+            let mut values = loads(log, Some(5.0)).compute_all("load", &state);
+            values.retain(|(name, _)| name.contains("dropped"));
+            values
+        };
+        let layers = named(&[("load.1.dropped_share", 0.25), ("load.3.dropped_share", 0.0)]);
+        assert_eq!(values(LoadLog::Layers), layers);
+        assert_eq!(values(LoadLog::Experts), layers);
+        assert_eq!(values(LoadLog::Summary), named(&[("load.dropped_share", 0.125)]));
+        let state = loads(LoadLog::Summary, Some(5.0)).state().unwrap();
+        assert_eq!(state.to_vec1::<f64>().unwrap(), [0.0, 0.0, 5.0].repeat(3));
     }
 }

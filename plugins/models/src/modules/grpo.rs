@@ -375,6 +375,7 @@ impl LightningModule for Grpo {
         let mut rewards = Rewards::new(&own.rewards, &own.reward_weights)?;
         let decoder = config.clone().decoder_for(GRPO_KEYS)?;
         decoder.check_unbalanced()?;
+        decoder.check_dropless()?;
         b.no_stages("it generates text in each step, with the whole model");
         common::name_layers::<Self>(config, b)?;
         let policy = Decoder::new(&decoder, b)?;

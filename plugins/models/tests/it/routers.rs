@@ -147,6 +147,11 @@ fn defaults_are_those_of_transformers() {
         let found = describe("mixtral", &format!("log_expert_load = '{value}'"));
         assert_eq!(found.unwrap().load_log, Some(expected));
     }
+    for kind in ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss"] {
+        let of = |keys: &str| describe(kind, keys).unwrap().capacity_factor;
+        assert_eq!(of("expert_capacity_factor = 1.25"), Some(1.25), "{kind}");
+        assert_eq!((of(""), of("expert_capacity_factor = false")), (None, None), "{kind}");
+    }
     assert_eq!(gpt.load_log, None);
 }
 
@@ -210,6 +215,7 @@ fn keys_of_other_families_are_refused() {
         ("mixtral", "expert_bias_update_rate = 0.1", "`model.expert_bias_update_rate`"),
         ("mixtral", "log_expert_load = 'all'", "found \"all\""),
         ("llama", "log_expert_load = 'none'", "`model.log_expert_load`"),
+        ("llama", "expert_capacity_factor = 1.0", "`model.expert_capacity_factor`"),
     ] {
         let error = decoder(kind, keys).unwrap_err().to_string();
         assert!(error.contains(expected), "{kind}, {keys}: {error}");
@@ -258,6 +264,11 @@ fn keys_that_contradict_are_refused() {
     for (keys, expected) in [
         ("expert_bias_update_rate = -1.0", "`model.expert_bias_update_rate`: must be at least 0"),
         ("log_expert_load = 'all'", "expected \"none\", \"summary\", \"layers\" or \"experts\""),
+        (
+            "expert_capacity_factor = 0",
+            "`model.expert_capacity_factor`: must be above 0, found 0.0",
+        ),
+        ("expert_capacity_factor = -1.0", "`model.expert_capacity_factor`: must be above 0"),
     ] {
         let error = describe("glm4_moe", keys).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");

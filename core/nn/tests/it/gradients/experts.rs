@@ -55,7 +55,7 @@ fn balance_has_gradients_of_finite_differences() {
 }
 
 /// Every part that a mixture can have.
-fn variants() -> Vec<MixtureOfExpertsConfig> {
+pub(super) fn variants() -> Vec<MixtureOfExpertsConfig> {
     let sizes = MixtureOfExpertsConfig::new([6, 4], 6, 2);
     let router = RouterConfig::default();
     let sigmoid = RouterConfig { score: RouterScore::Sigmoid, scale: 2.5, ..router };
@@ -97,7 +97,7 @@ fn variants_have_gradients_of_finite_differences() {
 }
 
 /// A layer whose correction bias differs between experts.
-fn layer_with_correction(config: &MixtureOfExpertsConfig) -> (MixtureOfExperts, Params) {
+pub(super) fn layer_with_correction(config: &MixtureOfExpertsConfig) -> (MixtureOfExperts, Params) {
     let b = builder(DType::F64);
     let layer = MixtureOfExperts::new(&b.pp("mlp"), config).unwrap();
     let params = Params::new(&b);
@@ -116,8 +116,12 @@ fn descending(scores: &[f64], among: impl Fn(usize) -> bool) -> Vec<usize> {
     order
 }
 
-/// The layer by its definition, one MLP for each row and expert.
-fn by_definition(config: &MixtureOfExpertsConfig, params: &Params, x: &Tensor) -> Result<Tensor> {
+/// The layer in training by its definition, one MLP for each row and expert.
+pub(super) fn by_definition(
+    config: &MixtureOfExpertsConfig,
+    params: &Params,
+    x: &Tensor,
+) -> Result<Tensor> {
     let rows = x.flatten_to(D::Minus2)?;
     let RouterConfig { score, normalize, scale, groups, .. } = config.router;
     let linear = |x: &Tensor, name: &str, e: Option<usize>| -> Result<Tensor> {
@@ -139,6 +143,11 @@ fn by_definition(config: &MixtureOfExpertsConfig, params: &Params, x: &Tensor) -
         Some(buffer) => buffer.value()?.to_vec1()?,
         None => vec![0.0; config.num_experts],
     };
+    let time = x.dim(D::Minus2)?;
+    let even = (time * config.experts_per_row) as f64 / config.num_experts as f64;
+    let capacity =
+        config.capacity_factor.map_or(usize::MAX, |factor| (factor * even).ceil() as usize);
+    let mut taken = Vec::new();
     let mut outputs = Vec::new();
     for (row, scores) in scores.iter().enumerate() {
         let corrected: Vec<f64> = scores.iter().zip(&correction).map(|(a, b)| a + b).collect();
@@ -152,6 +161,11 @@ fn by_definition(config: &MixtureOfExpertsConfig, params: &Params, x: &Tensor) -
         let mut order = descending(&corrected, |e| kept.contains(&(e / size)));
         order.truncate(config.experts_per_row);
         let total: f64 = order.iter().map(|e| scores[*e]).sum();
+        if row.is_multiple_of(time) {
+            taken = vec![0; config.num_experts];
+        }
+        order.iter().for_each(|e| taken[*e] += 1);
+        order.retain(|e| taken[*e] <= capacity);
         let x = rows.narrow(0, row, 1)?;
         let mut y = x.zeros_like()?;
         for e in order {
@@ -320,6 +334,14 @@ fn unusable_sizes_are_refused() {
     insta::assert_snapshot!(error, @"module `mlp`: the update rate of the correction bias must be at least 0, got -1.0");
     let error = with_router(RouterConfig { scale: 0.0, ..RouterConfig::default() });
     insta::assert_snapshot!(error, @"module `mlp`: the factor of the weights must be positive, got 0.0");
+    for factor in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+        let config = MixtureOfExpertsConfig { capacity_factor: Some(factor), ..config };
+        let error = MixtureOfExperts::new(&builder(DType::F32).pp("mlp"), &config).unwrap_err();
+        assert!(
+            error.to_string().ends_with(&format!("must be positive, got {factor:?}")),
+            "{error}"
+        );
+    }
     let both = MixtureOfExpertsConfig {
         activation: ExpertActivation::Clamped(ClampedSwiGlu { alpha: 1.702, limit: 7.0 }),
         shared: Some(SharedExpertConfig { intermediate_size: 4, gated: false }),

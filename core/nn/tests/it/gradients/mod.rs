@@ -8,6 +8,7 @@ mod batch_norm;
 mod convolution;
 mod cross_attention;
 mod dora;
+mod expert_capacity;
 mod experts;
 mod functional;
 pub(crate) mod harness;
