@@ -42,7 +42,8 @@ impl<S: TensorSource> UnpackedSource<S> {
             if keeps(name, &codes.shape) {
                 return None;
             }
-            let shape = vec![codes.shape[0], columns];
+            let rows = &scales.shape[..scales.shape.len() - 1];
+            let shape = [rows, &[columns]].concat();
             Some((name.to_owned(), (format, TensorInfo { shape, dtype: Dtype::F32 })))
         };
         let packed = source.names().into_iter().filter_map(of).collect();
@@ -74,19 +75,19 @@ impl<S: TensorSource> TensorSource for UnpackedSource<S> {
         let Some((format, info)) = self.packed.get(name) else {
             return self.source.read(name, region, dtype, device);
         };
+        let columns = info.shape.len() - 1;
         let part = |name: &str, dtype: DType| -> Result<Tensor> {
             let mut rows =
                 Region::full(&self.source.info(name).map(|i| i.shape).unwrap_or_default());
-            rows.offsets[0] = region.offsets[0];
-            rows.sizes[0] = region.sizes[0];
+            rows.offsets[..columns].copy_from_slice(&region.offsets[..columns]);
+            rows.sizes[..columns].copy_from_slice(&region.sizes[..columns]);
             let values = self.source.read(name, &rows, dtype, &Device::Cpu)?;
             Ok(values.reshape(rows.sizes)?)
         };
         let codes = part(name, DType::U8)?;
         let scales = part(&format!("{name}{SCALE_SUFFIX}"), DType::F32)?;
         let weight = format.unpack(&codes, &scales, DType::F32)?;
-        debug_assert_eq!(weight.dim(1)?, info.shape[1]);
-        let weight = weight.narrow(1, region.offsets[1], region.sizes[1])?;
+        let weight = weight.narrow(columns, region.offsets[columns], region.sizes[columns])?;
         let weight = converted(self.location(), name, &weight.flatten_all()?, dtype)?;
         Ok(weight.to_device(device)?)
     }

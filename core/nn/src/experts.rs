@@ -39,8 +39,9 @@ use fulgurite_engine::parameter::Parameter;
 /// reads the scores to sort rows, also from a GPU.
 ///
 /// [`Adapters`](fulgurite_engine::module::Adapters) may target projections, without dropout and
-/// magnitudes; each expert then has an adapter. Experts cannot be quantised. Tensor-parallel ranks
-/// compute the same experts.
+/// magnitudes; each expert then has an adapter. Frozen weights may be quantised
+/// ([`Quantization`](fulgurite_engine::module::Quantization)); those of experts with rows are
+/// unpacked. Tensor-parallel ranks compute the same experts.
 ///
 /// Under expert parallelism (`trainer.strategy.expert_parallel_size`) each rank has some of the
 /// experts. The forward and the backward are then collective over the ranks that have all of them
@@ -79,8 +80,8 @@ impl MixtureOfExperts {
     ///
     /// # Errors
     /// If a size is 0, if rows use more experts than there are in their groups, or if groups do not
-    /// divide the experts. If a factor is not positive, if the experts are to be quantised, or if
-    /// the builder's path has a layer already.
+    /// divide the experts. If a factor is not positive, if weights of these sizes cannot be
+    /// quantised, or if the builder's path has a layer already.
     pub fn new(b: &ModuleBuilder, config: &MixtureOfExpertsConfig) -> Result<Self> {
         config.check(b)?;
         let layer = b.declare(ExpertStyles("MixtureOfExperts"))?;
@@ -111,7 +112,7 @@ impl MixtureOfExperts {
     /// any scope, or if a peer fails.
     pub fn forward_with_logits(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
         // One cast for router and experts, in the graph, so that their gradients add up before it.
-        let own = self.layer.cast_input(x, self.projections.weight().compute_dtype())?;
+        let own = self.layer.cast_input(x, self.projections.compute_dtype())?;
         let logits = self.router.logits(&own)?;
         let mut y = self.mix(&own, &logits)?;
         if let Some(shared) = &self.shared {

@@ -55,20 +55,20 @@ pub fn load_balancing_loss(
 const MISSING: &str = "the balance of experts follows from the logits [rows, experts] of at least one mixture of \
      experts";
 
-/// What the [loss that balances experts](load_balancing_loss) needs of the layers so far: sums over
-/// their rows. A layer adds to what the layers before gave, also on another stage of a pipeline.
+/// Sums over the rows of the layers so far, from which the
+/// [loss that balances experts](load_balancing_loss) follows. Each layer adds its rows to the sums of
+/// the layers before, which may be in another stage of a pipeline.
 #[derive(Debug, Clone)]
 pub struct RouterSums {
     /// The sum of each expert's probabilities, f64 `[experts]`, in the graph.
     probabilities: Tensor,
-    /// The number of rows that use each expert, and behind them that of all rows: i64
-    /// `[experts + 1]`.
+    /// The rows of each expert, and at the end the number of all rows: i64 `[experts + 1]`.
     counts: Tensor,
 }
 
 impl RouterSums {
-    /// Adds the rows of a layer by the logits of its router (`[rows, experts]`), of which each row
-    /// uses the `experts_per_row` largest.
+    /// Adds the rows of a layer. `logits` (`[rows, experts]`) are its router's, and a row uses the
+    /// `experts_per_row` experts with the largest.
     ///
     /// # Errors
     /// If layers differ in their number of experts, or if there are fewer experts than

@@ -1,6 +1,6 @@
 //! The experts' part of a mixture: forward and backward of the rows that its ranks choose.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use super::experts_capacity::Capacity;
 use super::experts_config::{ExpertActivation, MixtureOfExpertsConfig};
@@ -13,15 +13,16 @@ use super::kernels::grouped::{self, Groups};
 use super::kernels::routing::Routing;
 use super::kv_cache::CachedTokens;
 use super::styles::ExpertStyles;
+use super::weight::Weight;
+use crate::Result;
 use crate::backend::uses_cpu_kernels;
-use crate::{Error, Result};
 use fulgurite_engine::module::{Experts, ModuleBuilder, adapters_are_off};
 use fulgurite_engine::parameter::{Init, Parameter};
 
 /// A projection of all experts.
 #[derive(Debug, Clone)]
 struct Stack {
-    weight: Parameter,
+    weight: Weight,
     bias: Option<Parameter>,
     lora: Option<StackLora>,
 }
@@ -34,16 +35,9 @@ impl Stack {
         [inputs, outputs]: [usize; 2],
     ) -> Result<Self> {
         b.declare(ExpertStyles("Experts"))?;
-        if b.quantization("weight").is_some() {
-            return Err(Error::module(
-                b.path(),
-                "holds the weights of all experts, which cannot be quantised; leave them out with \
-                 `trainer.quantization.exclude = [\"lm_head\", \"experts\"]`",
-            ));
-        }
         let count = config.num_experts;
-        let weight = b.parameter("weight", [count, outputs, inputs], config.init(inputs))?;
-        experts.add(&weight)?;
+        let weight = Weight::declare(b, &[count, outputs, inputs], config.init(inputs))?;
+        weight.parameters().try_for_each(|parameter| experts.add(parameter))?;
         let bias = || b.parameter("bias", [count, outputs], Init::ZEROS);
         let bias = config.bias.then(bias).transpose()?;
         bias.iter().try_for_each(|bias| experts.add(bias))?;
@@ -53,11 +47,11 @@ impl Stack {
 
     fn parameters(&self) -> impl Iterator<Item = &Parameter> {
         let lora = self.lora.iter().flat_map(StackLora::parameters);
-        std::iter::once(&self.weight).chain(&self.bias).chain(lora)
+        self.weight.parameters().chain(&self.bias).chain(lora)
     }
 
     fn forward(&self, x: &Tensor, groups: &Groups) -> Result<Tensor> {
-        let mut y = grouped::linear(x, &self.weight.value()?, groups)?;
+        let mut y = grouped::linear(x, &self.weight.value_of_experts(groups)?, groups)?;
         if let Some(bias) = &self.bias {
             y = add_to(y, &grouped::spread(&bias.value()?, groups)?)?;
         }
@@ -77,7 +71,7 @@ impl Stack {
     fn input_grad(stacks: &[(&Self, &Tensor, &Option<Tensor>)], groups: &Groups) -> Result<Tensor> {
         let mut pairs = Vec::new();
         for (stack, grad, inner) in stacks {
-            pairs.push(((*grad).clone(), stack.weight.value()?));
+            pairs.push(((*grad).clone(), stack.weight.value_of_experts(groups)?));
             if let (Some(lora), Some(inner)) = (&stack.lora, inner) {
                 pairs.push((inner.clone(), lora.a()?));
             }
@@ -94,7 +88,9 @@ impl Stack {
         inner: &Option<Tensor>,
         groups: &Groups,
     ) -> Result<()> {
-        grouped::weight_grad(&self.weight, x, grad, groups)?;
+        if let Some(weight) = self.weight.trained() {
+            grouped::weight_grad(weight, x, grad, groups)?;
+        }
         match (&self.lora, inner) {
             (Some(lora), Some(inner)) => lora.weight_grads(x, grad, inner, groups),
             _ => Ok(()),
@@ -128,9 +124,9 @@ impl Projections {
         })
     }
 
-    /// The weight of the gates, whose dtype is the mixture's.
-    pub(super) fn weight(&self) -> &Parameter {
-        &self.gate.weight
+    /// The dtype that the mixture computes in.
+    pub(super) fn compute_dtype(&self) -> DType {
+        self.gate.weight.compute_dtype()
     }
 
     pub(super) fn parameters(&self) -> impl Iterator<Item = &Parameter> {

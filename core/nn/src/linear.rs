@@ -48,7 +48,7 @@ impl Linear {
     pub fn with_init(b: &ModuleBuilder, inputs: usize, outputs: usize, init: Init) -> Result<Self> {
         check_sizes(b, &[("inputs", inputs), ("outputs", outputs)])?;
         let layer = b.declare(LinearStyles { inputs, outputs, cast: InputCast::Own })?;
-        let weight = Weight::declare(b, inputs, outputs, init)?;
+        let weight = Weight::declare(b, &[outputs, inputs], init)?;
         let product = adapter::product(b, &layer, weight, [outputs, inputs])?;
         Ok(Self { product, bias: None, layer })
     }

@@ -1,14 +1,16 @@
-//! The weight of a linear layer.
+//! The weight of a linear layer, and of the linear layers of all experts.
 
 use candle_core::{DType, Tensor};
 
+use super::kernels::grouped::Groups;
 use super::kernels::matmul::{self, InputGrad};
 use crate::Result;
 use fulgurite_engine::module::ModuleBuilder;
 use fulgurite_engine::parameter::{Init, Parameter, compute_or_leave};
 use fulgurite_engine::quantization::WeightFormat;
 
-/// The weight of a linear layer, `[outputs, inputs]`.
+/// The weight of a linear layer, `[outputs, inputs]`, or of all experts,
+/// `[experts, outputs, inputs]`.
 #[derive(Debug, Clone)]
 pub(super) enum Weight {
     /// A parameter of its shape.
@@ -24,18 +26,14 @@ pub(super) enum Weight {
 }
 
 impl Weight {
-    /// Declares the weight of the layer at the builder's path.
-    pub(super) fn declare(
-        b: &ModuleBuilder,
-        inputs: usize,
-        outputs: usize,
-        init: Init,
-    ) -> Result<Self> {
+    /// Declares the weight of the layer at the builder's path, `[outputs, inputs]` or
+    /// `[experts, outputs, inputs]`.
+    pub(super) fn declare(b: &ModuleBuilder, shape: &[usize], init: Init) -> Result<Self> {
         const NAME: &str = "weight";
         let Some(format) = b.quantization(NAME) else {
-            return Ok(Self::Plain(b.parameter(NAME, [outputs, inputs], init)?));
+            return Ok(Self::Plain(b.parameter(NAME, shape, init)?));
         };
-        let [codes, scales] = b.packed_parameters(NAME, [outputs, inputs], init, format)?;
+        let [codes, scales] = b.packed_parameters(NAME, shape, init, format)?;
         Ok(Self::Packed { codes, scales, format, compute_dtype: b.compute_dtype() })
     }
 
@@ -63,12 +61,12 @@ impl Weight {
         }
     }
 
-    /// Returns the number of outputs that this rank computes.
+    /// Returns the number of a linear layer's outputs that this rank computes.
     pub(super) fn outputs(&self) -> usize {
         self.parameter().compute_shape()[0]
     }
 
-    /// Returns the number of inputs that this rank computes with.
+    /// Returns the number of a linear layer's inputs that this rank computes with.
     pub(super) fn inputs(&self) -> usize {
         let columns = self.parameter().compute_shape()[1];
         match self {
@@ -77,13 +75,24 @@ impl Weight {
         }
     }
 
-    /// Returns this rank's values, `[outputs, inputs]`, in the compute dtype. A packed weight is
-    /// unpacked into new memory in each call.
+    /// Returns this rank's values in the compute dtype. A packed weight is unpacked into new memory
+    /// in each call.
     pub(super) fn value(&self) -> Result<Tensor> {
         match self {
             Self::Plain(parameter) => parameter.value(),
             Self::Packed { codes, scales, format, compute_dtype } => {
                 format.unpack(&codes.value()?, &scales.value()?, *compute_dtype)
+            }
+        }
+    }
+
+    /// The [`value`](Self::value) of all experts, of which those without rows may be zero.
+    pub(super) fn value_of_experts(&self, groups: &Groups) -> Result<Tensor> {
+        match self {
+            Self::Plain(parameter) => parameter.value(),
+            Self::Packed { codes, scales, format, compute_dtype } => {
+                let has_rows = |expert: usize| !groups.ranges[expert].is_empty();
+                format.unpack_where(&codes.value()?, &scales.value()?, *compute_dtype, has_rows)
             }
         }
     }
@@ -96,7 +105,7 @@ impl Weight {
         }
     }
 
-    /// Returns the gradient of `x` for the gradient of the product, and adds the trained
+    /// For a linear layer, returns the gradient of `x` for the gradient of the product, and adds the trained
     /// parameter's gradient without ending its use.
     pub(super) fn backward(
         &self,

@@ -19,7 +19,8 @@ pub struct ThroughputMonitorConfig {
     /// Number of steps that the rates cover.
     pub window_size: NonZeroUsize,
     /// Floating-point operations per token (or other item), forward and backward. By default six
-    /// for each trainable parameter, as is usual for transformers; this omits attention.
+    /// for each trainable parameter and four for each frozen one, as is usual for transformers;
+    /// this omits attention. Of a mixture's experts, as many count as a token uses.
     pub flops_per_item: Option<f64>,
     /// Peak floating-point operations per second of a rank's hardware, in teraflop/s; without it
     /// `device/mfu` is not logged.
@@ -77,9 +78,7 @@ impl Callback for ThroughputMonitor {}
 impl Hooks for ThroughputMonitor {
     fn on_train_start(&mut self, ctx: &mut HookContext) -> Result<()> {
         if self.config.flops_per_item.is_none() {
-            let tree = ctx.fabric().module_tree()?;
-            let parameters: usize = tree.trainable().map(|p| p.elem_count()).sum();
-            self.flops_per_item = 6.0 * parameters as f64;
+            self.flops_per_item = ctx.fabric().module_tree()?.flops_per_item();
         }
         self.started = Instant::now();
         self.ends = VecDeque::from([(self.started, 0.0, 0.0)]);

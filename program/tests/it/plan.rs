@@ -71,7 +71,7 @@ fn runs_take_what_was_planned() {
     let fsdp = r#"trainer.strategy={type="fsdp",reshard_after_forward=false}"#;
     let pipeline = r#"trainer.strategy={type="model_parallel",pipeline_parallel_size=2}"#;
     let halves = r#"trainer.strategy={type="model_parallel",pipeline_parallel_size=2,pipeline_schedule="zb_h1"}"#;
-    let cases: [&[&str]; 14] = [
+    let cases: [&[&str]; 16] = [
         &[],
         &["trainer.precision=bf16-mixed", "trainer.ema_decay=0.9"],
         &["trainer.activation_checkpointing=full", "trainer.accumulate_grad_batches=2"],
@@ -104,6 +104,18 @@ fn runs_take_what_was_planned() {
         &["trainer.devices=2", pipeline],
         // The pipeline's two ranks of a stage share its parameters.
         &["trainer.devices=4", pipeline, "trainer.accumulate_grad_batches=2"],
+        &["trainer.devices=2", pipeline, "trainer.precision=16-mixed"],
+        // The sums of routers and the loads of experts go to the next stage too.
+        &[
+            "trainer.devices=2",
+            pipeline,
+            "trainer.accumulate_grad_batches=2",
+            "model.model_type=qwen3_moe",
+            "model.num_experts=4",
+            "model.num_experts_per_tok=2",
+            "model.moe_intermediate_size=64",
+            "model.output_router_logits=true",
+        ],
     ];
     for case in cases {
         let run = fulgurite("fit", dir.path(), case, &["--output", "json"]);

@@ -383,7 +383,7 @@ fn a_rank_holds_and_sends_packed_bytes() {
             if let Some(packed) = parameter.packed() {
                 let values = parameter.local()?.values;
                 bytes.0 += values.elem_count() * values.dtype().size_in_bytes();
-                bytes.1 += packed.format.bytes(packed.shape);
+                bytes.1 += packed.format.bytes(&packed.shape);
             }
         }
         Ok(bytes)
@@ -408,7 +408,7 @@ fn a_rank_holds_and_sends_packed_bytes() {
             let parameters = training.fabric.module_tree()?.parameters().to_vec();
             let weights = parameters.iter().filter_map(|p| p.packed()).map(|packed| {
                 let plain = 4 * packed.shape.iter().product::<usize>();
-                (plain - packed.format.bytes(packed.shape)) as u64
+                (plain - packed.format.bytes(&packed.shape)) as u64
             });
             // Codes and scales each count the weight's elements.
             let saved = weights.sum::<u64>() / 2;
@@ -434,8 +434,8 @@ fn as_bitsandbytes_quantises() {
     let theirs = candle_core::safetensors::load(path, &Device::Cpu).unwrap();
     let shape = [12, 192];
     let pack = |format: WeightFormat, part: PackedPart| {
-        let packed = Packed { weight: "weight".to_owned(), shape, format, part };
-        let sizes = format.shape(part, shape);
+        let packed = Packed { weight: "weight".to_owned(), shape: shape.to_vec(), format, part };
+        let sizes = format.shape(part, &shape);
         packed.pack(&Region::full(&sizes), &theirs["weight"]).unwrap().reshape(sizes).unwrap()
     };
     let both = |format| {

@@ -455,22 +455,23 @@ impl ModuleBuilder {
         Some(quantization.format)
     }
 
-    /// Declares codes (`name`) and scales (`name_scale`) of a quantised frozen weight
-    /// `[rows, columns]`. Their initial values are the values of `init`, packed.
+    /// Declares codes (`name`) and scales (`name_scale`) of a quantised frozen weight of this shape,
+    /// `[.., rows, columns]`. Their initial values are the values of `init`, packed.
     ///
     /// # Errors
     /// As [`parameter`](Self::parameter), and if weights of this shape cannot be packed.
     pub fn packed_parameters(
         &self,
         name: &str,
-        shape: [usize; 2],
+        shape: &[usize],
         init: Init,
         format: WeightFormat,
     ) -> Result<[Parameter; 2]> {
         let weight = self.join(name);
-        self.check_size(&weight, &shape)?;
+        self.check_size(&weight, shape)?;
         init.check().map_err(|message| Error::parameter(&weight, message))?;
-        format.check(shape[1]).map_err(|message| {
+        let columns = shape.last().copied().unwrap_or(0);
+        format.check(columns).map_err(|message| {
             let advice = "leave the layer out with `trainer.quantization.exclude`";
             Error::module(&self.path, format!("{message}; {advice}, or choose another size"))
         })?;
@@ -486,7 +487,12 @@ impl ModuleBuilder {
                 requires_grad: false,
                 external: false,
                 adapter: false,
-                packed: Some(Packed { weight: weight.clone(), shape, format, part }),
+                packed: Some(Packed {
+                    weight: weight.clone(),
+                    shape: shape.to_vec(),
+                    format,
+                    part,
+                }),
             })?;
             self.tree().add_parameter(parameter.clone(), self.unit)?;
             Ok(parameter)

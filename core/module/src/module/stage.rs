@@ -76,7 +76,7 @@ pub struct Stage {
     pub of: usize,
 }
 
-/// The tensors that one stage gives the next: an activation, and perhaps others. Those of floating
+/// The tensors that one stage gives the next: an activation, and perhaps others. Tensors of floating
 /// point get gradients.
 #[derive(Debug, Clone)]
 pub struct Border {
@@ -94,8 +94,8 @@ pub struct BorderTensor {
     pub form: Option<(Layout, usize)>,
 }
 
-/// What a unit gives the next one: an activation, or an activation with other tensors. Between
-/// stages of a pipeline its tensors are sent.
+/// The output of a unit, which the next one takes: an activation, or several tensors. Pipelines send
+/// its tensors from stage to stage.
 pub trait StageTensors: Sized {
     /// Its tensors.
     ///
@@ -243,7 +243,7 @@ impl Border {
         Ok(Self { tensors: tensors.into_iter().map(of_tensor).collect::<Result<_>>()? })
     }
 
-    /// The border of gradients, which have no layout of their own.
+    /// Gradients as a border. They have no layout of their own.
     #[must_use]
     pub fn of_gradients(gradients: Vec<Tensor>) -> Self {
         let of_tensor = |tensor| BorderTensor { tensor, form: None };
@@ -325,9 +325,9 @@ impl<R> Computed<R> {
         Ok(input.map(of_inputs).transpose()?)
     }
 
-    /// A scalar whose backward passes `grads` to the tensors that went to the next stage, in the
-    /// order of those that [have gradients](BorderTensor::has_gradient). `None` if nothing in the
-    /// stage takes a gradient.
+    /// A scalar whose backward passes `grads` to the tensors that the next stage got. There is one
+    /// for each tensor that [has a gradient](BorderTensor::has_gradient), in their order. `None` if
+    /// nothing in the stage takes a gradient.
     ///
     /// # Errors
     /// If their number is another, or a gradient has another shape or dtype than its tensor.

@@ -108,6 +108,23 @@ impl ModuleTree {
         &self.magnitudes
     }
 
+    /// Floating-point operations of a forward and a backward for each item (a token), without
+    /// attention: six for each parameter, and four if it is not trained. Of a mixture's experts as
+    /// many count as an item uses.
+    pub fn flops_per_item(&self) -> f64 {
+        let of_mixture = |experts: &Experts| {
+            let share = experts.per_row() as f64 / experts.count() as f64;
+            experts.parameters().into_iter().map(move |of| (of.fqn().to_owned(), share))
+        };
+        let shares: HashMap<String, f64> = self.experts.iter().flat_map(of_mixture).collect();
+        let of_parameter = |parameter: &Parameter| {
+            let share = shares.get(parameter.fqn()).copied().unwrap_or(1.0);
+            let operations = if parameter.requires_grad() { 6.0 } else { 4.0 };
+            share * operations * parameter.model_elem_count() as f64
+        };
+        self.parameters.iter().map(of_parameter).sum()
+    }
+
     /// The slots of all parameters, in order, for the strategy that sets up the model.
     pub fn slots(&mut self) -> Vec<ParameterSlot> {
         self.parameters.iter().cloned().map(ParameterSlot::new).collect()
@@ -366,9 +383,24 @@ fn declared_twice(fqn: &str) -> Error {
 mod tests {
     use super::super::{ModuleBuilder, ModuleInit};
     use crate::parameter::Init;
+    use crate::quantization::WeightFormat;
 
     fn builder() -> ModuleBuilder {
         ModuleBuilder::new(ModuleInit::default())
+    }
+
+    #[test]
+    fn operations_count_what_an_item_uses() {
+        let b = builder();
+        let experts = b.experts(4, 2);
+        experts.add(&b.parameter("experts.weight", [4, 3, 5], Init::ONES).unwrap()).unwrap();
+        b.parameter("norm.weight", [7], Init::ONES).unwrap();
+        let frozen = b.frozen();
+        frozen.parameter("embed.weight", [2], Init::ONES).unwrap();
+        let format = WeightFormat::Nf4 { block_size: 8 };
+        frozen.packed_parameters("weight", &[4, 8], Init::ONES, format).unwrap();
+        let operations = b.finish().unwrap().flops_per_item();
+        assert_eq!(operations, 6.0 * (60.0 / 2.0 + 7.0) + 4.0 * (2.0 + 32.0));
     }
 
     /// Two layers of one name would be merged in checkpoints. Shared weights must be tied.

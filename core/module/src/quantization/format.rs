@@ -27,11 +27,12 @@ pub enum WeightFormat {
 /// One of the two tensors of a packed weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PackedPart {
-    /// Bytes. `Nf4`: `[rows, blocks, 1 + block_size / 2]`, the block's scale and then its elements,
-    /// two a byte, the first in the upper half. `Int8`: `[rows, columns]`, the value plus 128.
+    /// Bytes. `Nf4`: `[.., rows, blocks, 1 + block_size / 2]`, the block's scale and then its
+    /// elements, two a byte, the first in the upper half. `Int8`: `[.., rows, columns]`, the value
+    /// plus 128.
     Codes,
-    /// In f32. `Nf4`: `[rows, 2]`, the mean of the row's scales and the largest distance from it.
-    /// `Int8`: `[rows, 1]`, the factor of the codes.
+    /// In f32. `Nf4`: `[.., rows, 2]`, the mean of the row's scales and the largest distance from it.
+    /// `Int8`: `[.., rows, 1]`, the factor of the codes.
     Scales,
 }
 
@@ -71,7 +72,7 @@ impl WeightFormat {
         }
     }
 
-    /// Weight columns per entry of the codes' second dimension. Cuts of the columns must be a
+    /// Weight columns per entry of the codes' dimension of columns. Cuts of the columns must be a
     /// multiple of it.
     pub fn columns_a_code(self) -> usize {
         match self {
@@ -80,16 +81,18 @@ impl WeightFormat {
         }
     }
 
-    /// The shape of a part of a packed weight of `[rows, columns]`.
-    pub fn shape(self, part: PackedPart, [rows, columns]: [usize; 2]) -> Vec<usize> {
-        match (self, part) {
+    /// The shape of a part of a packed weight of this shape, `[.., rows, columns]`.
+    pub fn shape(self, part: PackedPart, weight: &[usize]) -> Vec<usize> {
+        let (columns, rows) = weight.split_last().map_or((0, weight), |(n, rows)| (*n, rows));
+        let of_row: &[usize] = match (self, part) {
             (Self::Nf4 { block_size }, PackedPart::Codes) => {
-                vec![rows, columns / block_size, nf4::record_bytes(block_size)]
+                &[columns / block_size, nf4::record_bytes(block_size)]
             }
-            (Self::Nf4 { .. }, PackedPart::Scales) => vec![rows, 2],
-            (Self::Int8, PackedPart::Codes) => vec![rows, columns],
-            (Self::Int8, PackedPart::Scales) => vec![rows, 1],
-        }
+            (Self::Nf4 { .. }, PackedPart::Scales) => &[2],
+            (Self::Int8, PackedPart::Codes) => &[columns],
+            (Self::Int8, PackedPart::Scales) => &[1],
+        };
+        [rows, of_row].concat()
     }
 
     /// The dtype of a part, the same in all formats.
@@ -104,19 +107,21 @@ impl WeightFormat {
     /// format fits.
     pub fn of_shapes(codes: &[usize], scales: &[usize]) -> Option<(Self, usize)> {
         match (codes, scales) {
-            ([rows, blocks, record], [scales, 2]) if rows == scales && *record > 1 => {
+            ([rows @ .., blocks, record], [scales @ .., 2]) if rows == scales && *record > 1 => {
                 let block_size = 2 * (record - 1);
                 Some((Self::Nf4 { block_size }, blocks * block_size))
             }
-            ([rows, columns], [scales, 1]) if rows == scales => Some((Self::Int8, *columns)),
+            ([rows @ .., columns], [scales @ .., 1]) if rows == scales => {
+                Some((Self::Int8, *columns))
+            }
             _ => None,
         }
     }
 
-    /// Bytes of a packed weight of `[rows, columns]`.
-    pub fn bytes(self, [rows, columns]: [usize; 2]) -> usize {
+    /// Bytes of a packed weight of this shape, `[.., rows, columns]`.
+    pub fn bytes(self, weight: &[usize]) -> usize {
         let bytes = |part| {
-            let elements: usize = self.shape(part, [rows, columns]).iter().product();
+            let elements: usize = self.shape(part, weight).iter().product();
             elements * Self::dtype(part).size_in_bytes()
         };
         bytes(PackedPart::Codes) + bytes(PackedPart::Scales)
@@ -125,7 +130,7 @@ impl WeightFormat {
     /// Packs whole rows and returns one part, flat and on the host.
     ///
     /// `values` holds rows of `columns` elements. For codes, `range` selects entries of their
-    /// second dimension.
+    /// dimension of columns.
     ///
     /// # Errors
     /// A message that names the value, if one is not finite.
@@ -146,8 +151,8 @@ impl WeightFormat {
         let rows = values.len().checked_div(columns).unwrap_or(0);
         Ok(match part {
             PackedPart::Codes => {
-                let bytes: usize = self.shape(part, [1, columns])[1..].iter().product();
-                let unit = bytes / self.shape(part, [1, columns])[1].max(1);
+                let of_row = self.shape(part, &[columns]);
+                let unit = of_row.iter().product::<usize>() / of_row[0].max(1);
                 let bytes = range.len() * unit;
                 let mut codes = vec![0_u8; rows * bytes];
                 if bytes > 0 {
@@ -162,7 +167,7 @@ impl WeightFormat {
                 PackedValues::Codes(codes)
             }
             PackedPart::Scales => {
-                let width = self.shape(part, [1, columns])[1];
+                let width = self.shape(part, &[columns])[0];
                 let mut scales = vec![0_f32; rows * width];
                 let rows = scales.par_chunks_mut(width).zip(values.par_chunks(columns.max(1)));
                 rows.for_each(|(scales, row)| match self {
@@ -176,8 +181,8 @@ impl WeightFormat {
         })
     }
 
-    /// Unpacks codes `[rows, ..]` and scales `[rows, ..]` into a weight `[rows, columns]` in
-    /// `dtype`, on the codes' device. The codes may be a part of the weight's columns.
+    /// Unpacks codes and scales into a weight `[.., rows, columns]` in `dtype`, on the codes' device.
+    /// The codes may be a part of the weight's columns.
     ///
     /// The computation runs on the host. The same codes give the same bits in every part of the
     /// weight.
@@ -185,12 +190,29 @@ impl WeightFormat {
     /// # Errors
     /// If the shapes do not fit this format, or `dtype` is not a float that layers compute in.
     pub fn unpack(self, codes: &Tensor, scales: &Tensor, dtype: DType) -> Result<Tensor> {
-        let rows = codes.dims().first().copied().unwrap_or(0);
-        let codes_a_row = codes.elem_count().checked_div(rows).unwrap_or(0);
-        let columns = codes.dims().get(1).copied().unwrap_or(0) * self.columns_a_code();
+        self.unpack_where(codes, scales, dtype, |_| true)
+    }
+
+    /// [`unpack`](Self::unpack) for the entries of the first dimension that are `wanted`. The values
+    /// of the others are zero.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn unpack_where(
+        self,
+        codes: &Tensor,
+        scales: &Tensor,
+        dtype: DType,
+        wanted: impl Fn(usize) -> bool + Sync,
+    ) -> Result<Tensor> {
+        let leading = scales.rank().saturating_sub(1).min(codes.rank());
+        let (before, of_row) = codes.dims().split_at(leading);
+        let codes_a_row = of_row.iter().product();
+        let columns = of_row.first().copied().unwrap_or(0) * self.columns_a_code();
+        let weight = [before, &[columns]].concat();
         let expected = [
-            (self.shape(PackedPart::Codes, [rows, columns]), codes),
-            (self.shape(PackedPart::Scales, [rows, columns]), scales),
+            (self.shape(PackedPart::Codes, &weight), codes),
+            (self.shape(PackedPart::Scales, &weight), scales),
         ];
         if let Some((shape, found)) = expected.iter().find(|(shape, t)| shape[..] != *t.dims()) {
             let (name, found) = (self.name(), found.dims());
@@ -202,16 +224,14 @@ impl WeightFormat {
         let [codes, scales] = [codes, scales].map(|t| t.to_device(&Device::Cpu)?.contiguous());
         let (codes, scales) = (codes?, scales?);
         let run = |codes: &[u8], scales: &[f32]| -> Result<Tensor> {
-            let parts = Rows { format: self, codes, codes_a_row, scales, columns };
+            let of_entry = before.iter().skip(1).product::<usize>().max(1);
+            let wanted = |row: usize| wanted(row / of_entry);
+            let parts = Rows { format: self, codes, codes_a_row, scales, columns, wanted };
             Ok(match dtype {
-                DType::F32 => Tensor::from_vec(parts.unpack::<f32>(), (rows, columns), &device)?,
-                DType::F64 => Tensor::from_vec(parts.unpack::<f64>(), (rows, columns), &device)?,
-                DType::BF16 => {
-                    Tensor::from_vec(parts.unpack::<half::bf16>(), (rows, columns), &device)?
-                }
-                DType::F16 => {
-                    Tensor::from_vec(parts.unpack::<half::f16>(), (rows, columns), &device)?
-                }
+                DType::F32 => Tensor::from_vec(parts.unpack::<f32>(), &*weight, &device)?,
+                DType::F64 => Tensor::from_vec(parts.unpack::<f64>(), &*weight, &device)?,
+                DType::BF16 => Tensor::from_vec(parts.unpack::<half::bf16>(), &*weight, &device)?,
+                DType::F16 => Tensor::from_vec(parts.unpack::<half::f16>(), &*weight, &device)?,
                 other => {
                     let message = format!("quantised weights cannot be computed with in {other:?}");
                     return Err(Error::other(message));
@@ -232,15 +252,17 @@ pub(super) enum PackedValues {
 }
 
 /// Rows of a packed weight.
-struct Rows<'a> {
+struct Rows<'a, W> {
     format: WeightFormat,
     codes: &'a [u8],
     codes_a_row: usize,
     scales: &'a [f32],
     columns: usize,
+    /// Whether a row is unpacked.
+    wanted: W,
 }
 
-impl Rows<'_> {
+impl<W: Fn(usize) -> bool + Sync> Rows<'_, W> {
     fn unpack<T: WithDType + Default + Send + Sync>(&self) -> Vec<T> {
         let rows = self.codes.len().checked_div(self.codes_a_row).unwrap_or(0);
         let mut values = vec![T::default(); rows * self.columns];
@@ -249,7 +271,8 @@ impl Rows<'_> {
         }
         let width = self.scales.len() / rows;
         let rows = values.par_chunks_mut(self.columns).zip(self.codes.par_chunks(self.codes_a_row));
-        rows.zip(self.scales.par_chunks(width)).for_each(|((out, codes), scales)| {
+        let rows = rows.zip(self.scales.par_chunks(width)).enumerate();
+        rows.filter(|(row, _)| (self.wanted)(*row)).for_each(|(_, ((out, codes), scales))| {
             match self.format {
                 WeightFormat::Nf4 { block_size } => {
                     nf4::unpack(codes, [scales[0], scales[1]], block_size, out)

@@ -16,8 +16,8 @@ pub const SCALE_SUFFIX: &str = "_scale";
 pub struct Packed {
     /// The weight's FQN.
     pub weight: String,
-    /// The weight's shape, rows and columns.
-    pub shape: [usize; 2],
+    /// The weight's shape, `[.., rows, columns]`.
+    pub shape: Vec<usize>,
     /// The weight's format.
     pub format: WeightFormat,
     /// The part that the parameter holds.
@@ -35,7 +35,16 @@ impl Packed {
 
     /// The region of the weight from which a region of this part is computed: its whole rows.
     pub fn rows(&self, region: &Region) -> Region {
-        Region { offsets: vec![region.offsets[0], 0], sizes: vec![region.sizes[0], self.shape[1]] }
+        let leading = self.leading();
+        Region {
+            offsets: [&region.offsets[..leading], &[0]].concat(),
+            sizes: [&region.sizes[..leading], &self.shape[leading..]].concat(),
+        }
+    }
+
+    /// The number of dimensions before the columns.
+    fn leading(&self) -> usize {
+        self.shape.len() - 1
     }
 
     /// Packs a region of the part, flat and on the host. `rows` holds the weight's values in the
@@ -46,10 +55,11 @@ impl Packed {
     pub fn pack(&self, region: &Region, rows: &Tensor) -> Result<Tensor> {
         let values = rows.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
         let values = values.flatten_all()?.contiguous()?;
-        // The last dimension of the codes is never cut.
-        let range = region.offsets[1]..region.offsets[1] + region.sizes[1];
+        // The bytes of a block are never cut.
+        let (at, columns) = (self.leading(), self.shape[self.leading()]);
+        let range = region.offsets[at]..region.offsets[at] + region.sizes[at];
         let packed = storage::with_host(&values, |values: &[f32]| {
-            self.format.pack(self.part, values, self.shape[1], range)
+            self.format.pack(self.part, values, columns, range)
         })?
         .map_err(|message| Error::parameter(&self.weight, message))?;
         Ok(match packed {

@@ -79,7 +79,7 @@ pub(crate) struct Bf16Gemm(Instructions);
 
 #[derive(Debug, Clone, Copy)]
 enum Instructions {
-    /// Those of a device with memory of its own, for which a plan runs dry. Nothing is computed.
+    /// In a plan for another device: nothing is computed.
     Planned,
     #[cfg(target_arch = "x86_64")]
     Amx(amx::Amx),

@@ -152,7 +152,8 @@ impl TrainerConfig {
     /// Rank 0 puts its choice into the store, and each other rank reads it with one request.
     ///
     /// # Errors
-    /// On ranks whose choice differs from rank 0's. The message names the key.
+    /// On ranks whose choice differs from rank 0's, or that wait for it in vain. The message names
+    /// the key.
     fn check_process_group(&self, context: &GroupContext, generation: u64) -> Result<()> {
         /// How often this process has connected in its generation, whose store is new.
         static CONNECTIONS: Mutex<(u64, u64)> = Mutex::new((0, 0));
@@ -170,7 +171,12 @@ impl TrainerConfig {
             let values = serde_json::to_vec(own.values()).map_err(Error::other)?;
             return context.store.set(&key, &values);
         }
-        let of_rank_zero = context.store.get(&key, context.timeout)?;
+        let of_rank_zero = context.store.get(&key, context.timeout).map_err(|error| match error {
+            Error::Launch(why) => Error::Launch(format!(
+                "waited for rank 0 to say by which `trainer.process_group` it communicates: {why}"
+            )),
+            other => other,
+        })?;
         let of_rank_zero = serde_json::from_slice(&of_rank_zero).map_err(Error::other)?;
         own.compare(context.rank, &of_rank_zero)
     }
@@ -382,5 +388,31 @@ pub(crate) fn check_frozen(frozen: &[String], tree: &ModuleTree) -> Result<()> {
                 "`trainer.freeze`: no parameter matches `{pattern}`; there is {shown}, and so on. {PATTERN_HELP}"
             )))
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use fulgurite_launch::LocalStore;
+
+    use super::*;
+
+    /// As when rank 0 is stopped just before.
+    #[test]
+    fn a_silent_rank_zero_is_named() {
+        let context = GroupContext {
+            rank: 1,
+            world_size: 2,
+            local_rank: 1,
+            local_world_size: 2,
+            node_rank: 0,
+            address: None,
+            store: Arc::new(LocalStore::new()),
+            timeout: Duration::from_millis(1),
+        };
+        let error = TrainerConfig::default().check_process_group(&context, 0).unwrap_err();
+        insta::assert_snapshot!(error, @"launch: waited for rank 0 to say by which `trainer.process_group` it communicates: no rank set the store's key `process_group/configuration/1` within 1ms; the ranks may have gone different ways, or one is stuck");
     }
 }

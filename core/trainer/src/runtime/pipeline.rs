@@ -17,17 +17,23 @@ impl StrategyRuntime {
         Ok(self.lock_state()?.extensions().pipeline())
     }
 
-    /// Sets the first loss scale of a training in f16. `forward` computes the first micro-batch's loss,
-    /// which ranks of the last stage get: in the step, its scale would be too late for the others.
-    /// Collective.
+    /// Sets the first loss scale of a training in f16. `forward` computes the first micro-batch's
+    /// loss, which ranks of the last stage get. Within the step the scale would come too late for
+    /// the other ranks. Collective.
     pub(crate) fn begin_scale_in_pipeline(
         &self,
         forward: impl FnOnce() -> Result<Option<Loss>>,
     ) -> Result<()> {
         match self.loss_scale()? {
             Some(mut scale) if !scale.has_begun() => {
-                let loss = forward()?;
-                self.begin_scale(&mut scale, loss.map_or(0.0, |loss| loss.count()))?;
+                // In a plan other ranks would send nothing.
+                match dry_run::is_on() {
+                    true => scale.begin(1.0),
+                    false => {
+                        let loss = forward()?;
+                        self.begin_scale(&mut scale, loss.map_or(0.0, |loss| loss.count()))?;
+                    }
+                }
                 self.set_loss_scale(scale)
             }
             _ => Ok(()),

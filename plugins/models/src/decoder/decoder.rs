@@ -210,7 +210,7 @@ impl Decoder {
         self.norm.forward(&self.through_layers(ids, Wanted::default())?.x)
     }
 
-    /// The [`hidden`](Self::hidden) states, and those of the model with adapters off, without a
+    /// The [`hidden`](Self::hidden) states, and the hidden states with adapters off, without a
     /// gradient.
     ///
     /// # Errors

@@ -11,11 +11,11 @@ use fulgurite_nn::RouterSums;
 use super::decoder::Decoder;
 use super::layer::DecoderLayer;
 
-/// What a layer gives the next.
+/// The output of a layer.
 pub(crate) struct Passed {
     /// The hidden states.
     pub(crate) x: Tensor,
-    /// Those of the model with adapters off, without a gradient, if they are wanted.
+    /// The hidden states with adapters off, without a gradient, if they are wanted.
     pub(crate) base: Option<Tensor>,
     /// Behind the first layer with experts, for the loss that balances them.
     pub(crate) sums: Option<RouterSums>,
@@ -26,7 +26,7 @@ pub(crate) struct Passed {
 /// The rows of each expert, and with a capacity the dropped choices, by layer.
 type Loads = Vec<(usize, Vec<f64>)>;
 
-/// What a forward computes besides hidden states.
+/// The further results of a forward.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Wanted {
     /// The hidden states of the model with adapters off.

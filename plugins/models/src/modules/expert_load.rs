@@ -13,7 +13,7 @@ use crate::decoder::{Decoder, LoadLog};
 const NAME: &str = "expert_load";
 
 /// Logs the loads of a decoder's experts in the forwards since the last call, if the step is
-/// logged. Under a pipeline the last stage logs those of all stages.
+/// logged. Under a pipeline the last stage logs the loads of all stages.
 pub(super) fn log_expert_load(model: &Decoder, ctx: &mut StepContext) {
     let take = |(layer, load): (usize, &ExpertLoad)| LayerLoad {
         layer,

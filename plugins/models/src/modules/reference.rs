@@ -110,7 +110,6 @@ impl Reference {
     ) -> Result<Option<Tensor>> {
         match self {
             Self::None | Self::Data => Ok(None),
-            // A copy has no adapters either.
             Self::AdaptersOff => as_base(|| f(policy)).map(Some),
             Self::Copy(model) => as_base(|| f(model)).map(Some),
         }

@@ -4,13 +4,15 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::IndexOp as _;
-use fulgurite::core::checkpoint::{self, AdapterSource, MergedModel, TensorSource};
+use fulgurite::core::checkpoint::{self, AdapterSource, FullOptions, MergedModel, TensorSource};
 use fulgurite::core::collective::{ProcessGroup, Solo};
-use fulgurite::core::module::{Adapters, ModuleInit};
+use fulgurite::core::module::{Adapters, ModuleInit, Quantization};
+use fulgurite::core::quantization::WeightFormat;
 use fulgurite::prelude::*;
 use fulgurite_models::{Decoder, MappedSource, ModelConfig};
 use fulgurite_test_support::training::{init, strategy};
 use fulgurite_transports::run_ranks;
+use safetensors::Dtype;
 
 use crate::fixtures::{assert_same, fixture, tensors};
 use crate::transformers::{config, ids, single};
@@ -22,17 +24,40 @@ const ADAPTER: &str = "qwen3_moe_adapter";
 fn load(
     world: Arc<dyn ProcessGroup>,
     mesh: &str,
-    mut config: ModelConfig,
+    config: ModelConfig,
     directory: &Path,
     adapters: Option<Adapters>,
     file: Option<&Path>,
 ) -> Result<(Fabric, Decoder)> {
-    let init = ModuleInit { adapters, ..init(mesh)? };
+    load_packed(world, mesh, config, directory, adapters, file, None)
+}
+
+/// [`load`], with frozen weights in a format.
+fn load_packed(
+    world: Arc<dyn ProcessGroup>,
+    mesh: &str,
+    mut config: ModelConfig,
+    directory: &Path,
+    adapters: Option<Adapters>,
+    file: Option<&Path>,
+    format: Option<WeightFormat>,
+) -> Result<(Fabric, Decoder)> {
+    let quantization = format.map(Quantization::new);
+    let init = ModuleInit { adapters, quantization, ..init(mesh)? };
     let mut fabric = Fabric::new(world, strategy(mesh)?, init, 5)?;
     let (decoder, weights) = (config.decoder()?, config.describe()?.weights);
     let model = fabric.setup_module(|b| Decoder::new(&decoder, b))?;
-    let source = MappedSource::new(checkpoint::open(directory)?, &weights)?;
-    checkpoint::load_into(&source, fabric.module_tree()?, false)?;
+    match directory.join("config.json").exists() {
+        true => {
+            let source = MappedSource::new(checkpoint::open(directory)?, &weights)?;
+            checkpoint::load_into(&source, fabric.module_tree()?, false)?;
+        }
+        // A checkpoint of this test.
+        false => {
+            let source = checkpoint::open(directory)?;
+            checkpoint::load_into(&*source, fabric.module_tree()?, false)?;
+        }
+    }
     fabric.checkpoints().finish_load()?;
     if let Some(file) = file {
         fabric.checkpoints().load_adapter(file)?;
@@ -87,13 +112,28 @@ fn with_weights(weights: &dyn TensorSource) -> (Fabric, Decoder) {
 
 /// The losses of four steps of the experts' adapters, which are saved to the directory. Each of
 /// `replicas` has a row of the fixture's batches, or both.
-fn train(name: &str, [ranks, replicas]: [usize; 2], mesh: &str, into: &Path) -> Result<Vec<f64>> {
+fn train(name: &str, ranks: [usize; 2], mesh: &str, into: &Path) -> Result<Vec<f64>> {
+    train_packed(name, ranks, mesh, into, (&fixture(name), None))
+}
+
+/// [`train`], from the weights of a directory, in a format. With a format, saves a checkpoint of it
+/// beside the adapters.
+fn train_packed(
+    name: &str,
+    [ranks, replicas]: [usize; 2],
+    mesh: &str,
+    into: &Path,
+    (base, format): (&Path, Option<WeightFormat>),
+) -> Result<Vec<f64>> {
     let mut runs = run_ranks(ranks, |world| {
         let samples = 2 / replicas;
         let first = world.rank() * replicas / ranks * samples;
         let adapters = Adapters { rank: 2, alpha: 4.0, ..Adapters::new(["experts"]) };
         let (fabric, model) =
-            load(world, mesh, config(name), &fixture(name), Some(adapters), None)?;
+            load_packed(world, mesh, config(name), base, Some(adapters), None, format)?;
+        if format.is_some() {
+            fabric.save_full(into.join("packed"), None, &(), &FullOptions::default())?;
+        }
         let mut optimizer = fabric.setup_optimizer(&AdamW { lr: 0.02, ..AdamW::default() })?;
         let batches = &tensors(name, "expected.safetensors")["train_ids"];
         let mut found = Vec::new();
@@ -163,6 +203,62 @@ fn ranks_train_adapters_as_one_device() {
         }
     }
 }
+
+/// Beside experts in four and in eight bits. The same training beside the unpacked values, which the
+/// checkpoint gives a model without quantisation, has the same bits.
+#[test]
+fn quantised_experts_compute_as_unpacked_ones() {
+    let temp = tempfile::tempdir().unwrap();
+    for (name, format) in [
+        ("mixtral", WeightFormat::Nf4 { block_size: 4 }),
+        ("qwen3_moe", WeightFormat::Int8),
+        ("deepseek_v3", WeightFormat::Nf4 { block_size: 2 }),
+        ("gpt_oss", WeightFormat::Nf4 { block_size: 2 }),
+    ] {
+        let base = fixture(name);
+        let dir = temp.path().join(name);
+        let alone = train_packed(name, [1, 1], ALONE, &dir, (&base, Some(format))).unwrap();
+        assert_changed(&dir);
+        let other = temp.path().join("other");
+        assert_ne!(alone, train(name, [1, 1], ALONE, &other).unwrap(), "{name} is not packed");
+        let unpacked =
+            train_packed(name, [1, 1], ALONE, &other, (&dir.join("packed"), None)).unwrap();
+        assert_eq!(alone, unpacked, "{name} in {format:?}");
+        let mut meshes = vec![
+            ([2, 2], r#"{"type": "fsdp"}"#),
+            ([2, 2], r#"{"type": "fsdp", "activation_checkpointing": "full"}"#),
+            ([2, 1], r#"{"type": "model_parallel", "tensor_parallel_size": 2}"#),
+        ];
+        if ["deepseek_v3", "gpt_oss"].contains(&name) {
+            meshes.push((
+                [2, 2],
+                r#"{"type": "model_parallel", "data_parallel_shard_size": 2,
+                    "tensor_parallel_size": 1, "expert_parallel_size": 2}"#,
+            ));
+        }
+        for (ranks, mesh) in meshes {
+            let other = temp.path().join("meshed");
+            let found = train_packed(name, ranks, mesh, &other, (&base, Some(format))).unwrap();
+            for (a, b) in found.iter().zip(&alone) {
+                assert!((a - b).abs() < 2e-5 * b.abs(), "{name}, {mesh}: {found:?}, {alone:?}");
+            }
+            // Rows have their codes on every mesh.
+            let codes = |dir: &Path| {
+                let source = checkpoint::open(dir.join("packed")).unwrap();
+                let packed = source.names().into_iter().filter(|name| name.contains("experts"));
+                let packed = packed.filter(|name| source.info(name).unwrap().dtype == Dtype::U8);
+                packed.map(|name| (name.to_owned(), source.read_stored(name).unwrap())).collect()
+            };
+            let (of_mesh, of_alone): (Codes, Codes) = (codes(&other), codes(&dir));
+            assert!(of_mesh == of_alone && of_alone.len() >= 3, "{name}, {mesh}");
+            std::fs::remove_dir_all(&other).unwrap();
+        }
+        std::fs::remove_dir_all(&other).unwrap();
+    }
+}
+
+/// The codes of weights by name.
+type Codes = std::collections::BTreeMap<String, Vec<u8>>;
 
 #[test]
 fn saved_adapters_start_again_to_the_bit() {

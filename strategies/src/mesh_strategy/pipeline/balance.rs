@@ -22,7 +22,7 @@ pub(super) fn work(tree: &ModuleTree, units: usize) -> Vec<f64> {
         let name = parameter.fqn();
         let is_embedding = parameter.is_embedding_or_head();
         let packed = parameter.packed();
-        let shape = packed.map_or(parameter.global_shape(), |packed| &packed.shape);
+        let shape = packed.map_or(parameter.global_shape(), |packed| &packed.shape[..]);
         let is_scales = packed.is_some_and(|packed| packed.part == PackedPart::Scales);
         if shape.len() < 2 || is_scales {
             continue;

@@ -72,14 +72,17 @@ impl PlanApplication<'_> {
         let parts = self.group.size() / replicas;
         let n = parameter.global_shape().get(dim).copied().unwrap_or(0);
         let of_blocks = parameter.packed().filter(|packed| packed.format.columns_a_code() > 1);
-        if let (Some(packed), 1, false) = (of_blocks, dim, n.is_multiple_of(parts)) {
+        if let Some(packed) = of_blocks
+            && dim + 1 == packed.shape.len()
+            && !n.is_multiple_of(parts)
+        {
             return Err(Error::parameter(
                 parameter.fqn(),
                 format!(
                     "has {} inputs in {}: the {parts} ranks of `{}` would cut within its {n} blocks; choose \
                      another tensor_parallel_size, a smaller `trainer.quantization.block_size`, or leave \
                      `{path}` out of the quantised layers with `trainer.quantization.exclude`",
-                    packed.shape[1],
+                    packed.shape[dim],
                     packed.format.name(),
                     self.dim
                 ),

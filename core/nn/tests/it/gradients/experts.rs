@@ -313,7 +313,7 @@ fn unusable_sizes_are_refused() {
     insta::assert_snapshot!(layer.forward(&randn("x", &[2, 5])).unwrap_err(), @"module `mlp.gate`: expected a last dimension of 6, got [2, 5]");
     let init = ModuleInit {
         frozen: vec!["mlp".to_owned()],
-        quantization: Some(Quantization::new(WeightFormat::Nf4 { block_size: 2 })),
+        quantization: Some(Quantization::new(WeightFormat::Nf4 { block_size: 8 })),
         ..ModuleInit::default()
     };
     let config = MixtureOfExpertsConfig::new([4, 4], 2, 1);
@@ -350,7 +350,7 @@ fn unusable_sizes_are_refused() {
     let error = MixtureOfExperts::new(&builder(DType::F32).pp("mlp"), &both).unwrap_err();
     insta::assert_snapshot!(error, @"module `mlp`: a shared expert has no clamped SwiGLU; leave one of them out");
     let error = MixtureOfExperts::new(&ModuleBuilder::new(init).pp("mlp"), &config).unwrap_err();
-    insta::assert_snapshot!(error, @r#"module `mlp.experts.gate_proj`: holds the weights of all experts, which cannot be quantised; leave them out with `trainer.quantization.exclude = ["lm_head", "experts"]`"#);
+    insta::assert_snapshot!(error, @"module `mlp.experts.gate_proj`: has 4 inputs, which are no multiple of nf4's blocks of 8; leave the layer out with `trainer.quantization.exclude`, or choose another size");
 }
 
 #[test]

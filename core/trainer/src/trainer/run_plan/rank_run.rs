@@ -1,6 +1,6 @@
 //! The dry run of one rank: its memory, its collectives, its work.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -261,17 +261,8 @@ impl Hooks for Watch {
         let fabric = ctx.fabric();
         let tree = fabric.module_tree()?;
         let mut model = Model { mesh: Some(fabric.device_mesh().clone()), ..Model::default() };
-        let experts = tree.experts().iter();
-        let shares: HashMap<String, f64> = experts
-            .flat_map(|experts| {
-                let share = experts.per_row() as f64 / experts.count() as f64;
-                experts.parameters().into_iter().map(move |of| (of.fqn().to_owned(), share))
-            })
-            .collect();
+        model.flops_per_item = tree.flops_per_item();
         for parameter in tree.parameters() {
-            let share = shares.get(parameter.fqn()).copied().unwrap_or(1.0);
-            let operations = if parameter.requires_grad() { 6.0 } else { 4.0 };
-            model.flops_per_item += share * operations * parameter.elem_count() as f64;
             model.parameters += parameter.elem_count() as u64;
             let bytes = parameter.elem_count() * parameter.dtype().size_in_bytes();
             model.checkpoint_bytes += bytes as u64;
