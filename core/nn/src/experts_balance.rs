@@ -3,9 +3,8 @@
 use candle_core::{DType, Device, Tensor};
 
 use super::backend::to_accumulation_dtype;
-use super::kernels::routing::{Routing, Scores, with_scores};
+use super::kernels::routing::counts_and_sums;
 use super::kernels::softmax::{softmax, softmax_backward};
-use crate::host::Float;
 use crate::{Error, Result};
 use fulgurite_engine::collective::{Collective, ReduceOp};
 use fulgurite_engine::execution::read;
@@ -91,11 +90,10 @@ impl RouterSums {
         }
         let device = logits.device();
         let probabilities = softmax(&to_accumulation_dtype(logits)?)?;
-        let routing = Routing::of(&probabilities, experts_per_row, None)?;
-        let mut counts: Vec<i64> = routing.ranges.iter().map(|range| range.len() as i64).collect();
+        let [counts, sums] = counts_and_sums(&probabilities, experts_per_row)?;
+        let mut counts: Vec<i64> = counts.into_iter().map(|count| count as i64).collect();
         counts.push(rows as i64);
         let counts = Tensor::from_vec(counts, experts + 1, device)?;
-        let sums = with_scores(&probabilities, ColumnSums(experts))?;
         let sums = Tensor::from_vec(sums, experts, device)?;
         let (counts, sums) = match &before {
             None => (counts, sums),
@@ -184,18 +182,5 @@ impl Totals {
         let items = counts.pop().unwrap_or_default();
         let rows = counts.pop().unwrap_or_default();
         Ok(Self { counts, rows, items })
-    }
-}
-
-/// The sum of each of so many columns, in f64.
-struct ColumnSums(usize);
-
-impl Scores<Vec<f64>> for ColumnSums {
-    fn call<T: Float>(self, probabilities: &[T]) -> Vec<f64> {
-        let mut sums = vec![0.0; self.0];
-        for row in probabilities.chunks_exact(self.0) {
-            sums.iter_mut().zip(row).for_each(|(sum, p)| *sum += p.to_f64());
-        }
-        sums
     }
 }

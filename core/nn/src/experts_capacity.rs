@@ -140,7 +140,9 @@ impl CapacityConfig {
 
     /// The capacity for a sequence of `time` positions. A cast saturates.
     fn limit(&self, factor: f64, time: usize) -> u32 {
-        (factor * (time * self.per_row) as f64 / self.experts as f64).ceil() as u32
+        let exact = factor * (time * self.per_row) as f64 / self.experts as f64;
+        // 1.1 times 70 is a little more than 77 in f64.
+        (exact * (1.0 - 1e-12)).ceil() as u32
     }
 }
 
@@ -176,7 +178,8 @@ mod tests {
             let routing = Routing::of(&scores, per_row, None).unwrap();
             let config = CapacityConfig { factor: Some(factor), experts: 8, per_row };
             let limit = config.limit(factor, time);
-            let expected = (factor * (time * per_row) as f64 / 8.0).ceil() as usize;
+            let exact = factor * (time * per_row) as f64 / 8.0;
+            let expected = (0..).find(|n| *n as f64 >= exact - 1e-9).unwrap();
             let kept = kept_by_definition(&routing.experts, per_row, time, expected);
             let capacity = Capacity { limit, sequences, time, context: None };
             let found = capacity.apply(routing, &Device::Cpu).unwrap();
@@ -207,6 +210,7 @@ mod tests {
         let config = |experts, per_row| CapacityConfig { factor: None, experts, per_row };
         assert_eq!(config(4, 2).limit(1.0, 16), 8);
         assert_eq!(config(4, 2).limit(1.25, 10), 7);
+        assert_eq!(config(4, 2).limit(1.1, 140), 77);
         assert_eq!(config(64, 1).limit(0.01, 1), 1);
         assert_eq!(config(1, 1).limit(f64::MAX, 9), u32::MAX);
     }

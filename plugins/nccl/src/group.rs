@@ -362,7 +362,7 @@ impl ProcessGroup for Group {
     }
 
     /// NCCL connects an algorithm at its first call, so this calls each kind of collective of a
-    /// step once.
+    /// step once. Two ranks are also connected for messages.
     fn connect(&self, device: &Device) -> Result<()> {
         let one = Tensor::zeros(1, DType::F32, device)?;
         if !self.shared.world.streams.reaches(&one) {
@@ -372,7 +372,17 @@ impl ProcessGroup for Group {
         self.run(Collective::all_reduce(&one, ReduceOp::Sum))?;
         self.run(Collective::all_gather_into(vec![AllGather::even(&all, &one, self.size())]))?;
         let scattered = ReduceScatter::even(&one, &all, self.size());
-        self.run(Collective::reduce_scatter(vec![scattered], ReduceOp::Sum))
+        self.run(Collective::reduce_scatter(vec![scattered], ReduceOp::Sum))?;
+        if self.size() == 2 {
+            let peer = 1 - self.rank();
+            let connected = self.messages.connect_to(peer, device);
+            connected.map_err(|failure| self.shared.error("connect", failure))?;
+        }
+        Ok(())
+    }
+
+    fn begin_messages(&self) -> Result<()> {
+        self.messages.flush().map_err(|failure| self.shared.error("send", failure))
     }
 
     fn empty(&self, elements: usize, dtype: DType, device: &Device) -> Result<Tensor> {

@@ -1,7 +1,7 @@
 //! Messages between two members of a group.
 //!
-//! Messages begin together, in one NCCL group of calls, at the first wait for a message or the next
-//! collective. Otherwise ranks that all send first and then receive would wait for each other. Each
+//! Messages begin together, in one NCCL group of calls, at the first wait for a message, the next
+//! collective, or when the group is asked to begin them. Otherwise ranks that all send first and then receive would wait for each other. Each
 //! pair of members has its own communicator and stream, made at its first message. So messages of
 //! different pairs wait neither for each other nor for collectives.
 
@@ -62,6 +62,13 @@ impl Messages {
         Work::pending(move || begun.wait(op))
     }
 
+    /// Connects this rank with another one. Both call this.
+    pub(crate) fn connect_to(&self, peer: usize, device: &Device) -> Result<(), Failure> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        self.connect(&mut state, std::iter::once(peer), device)
+            .inspect_err(|failure| self.shared.fail(failure.clone()))
+    }
+
     /// Begins all waiting messages.
     pub(crate) fn flush(&self) -> Result<(), Failure> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -82,7 +89,7 @@ impl Messages {
         let Some(device) = waiting.first().map(|message| message.tensor.device().clone()) else {
             return Ok(());
         };
-        self.connect(state, &waiting, &device)?;
+        self.connect(state, waiting.iter().map(|message| message.peer), &device)?;
         shared.world.streams.bind(&device)?;
         let mut calls: Vec<(&Communicator, Vec<(Call, Operands)>)> = Vec::new();
         let mut peers = Vec::new();
@@ -157,11 +164,11 @@ impl Messages {
     fn connect(
         &self,
         state: &mut State,
-        waiting: &[Message],
+        peers: impl Iterator<Item = usize>,
         device: &Device,
     ) -> Result<(), Failure> {
         let shared = &self.shared;
-        let mut new: Vec<usize> = waiting.iter().map(|message| message.peer).collect();
+        let mut new: Vec<usize> = peers.collect();
         new.sort_unstable();
         new.dedup();
         new.retain(|peer| !state.pairs.contains_key(peer));

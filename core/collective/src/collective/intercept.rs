@@ -158,6 +158,10 @@ impl<I: Interceptor> ProcessGroup for Intercepted<I> {
         self.by.recv(&self.group, tensor, src)
     }
 
+    fn begin_messages(&self) -> Result<()> {
+        self.group.begin_messages()
+    }
+
     fn split(&self, partition: &[Vec<usize>], name: &str) -> Result<Arc<dyn ProcessGroup>> {
         self.by.around(self.group.split(partition, name)?)
     }

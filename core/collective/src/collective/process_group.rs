@@ -142,6 +142,16 @@ pub trait ProcessGroup: Send + Sync {
     /// Receives into `tensor` from group rank `src`.
     fn recv(&self, tensor: &Tensor, src: usize) -> Result<Work>;
 
+    /// Begins the messages that were started with [`send`](Self::send) and [`recv`](Self::recv). A
+    /// transport may otherwise begin them together, when one of them is waited for. Called by ranks
+    /// that wait for something else first. Not collective.
+    ///
+    /// # Errors
+    /// If the group has failed.
+    fn begin_messages(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Splits the group into smaller groups. `partition` lists disjoint sets of this group's ranks,
     /// equal on every rank, with every rank in exactly one set. Returns the group of this rank's
     /// set, in the set's order. Collective over the whole group.

@@ -181,7 +181,32 @@ impl Suite<'_> {
                 received.expect(self, &what, &values::<f32>(previous, n, 8))?;
             }
         }
-        self.messages_in_order()
+        self.messages_in_order()?;
+        self.messages_begin_when_asked()
+    }
+
+    /// A message that its sender does not wait for arrives once it has begun. The sender waits for an
+    /// answer in another group.
+    fn messages_begin_when_asked(&self) -> Result<()> {
+        let partition: Vec<Vec<usize>> =
+            std::iter::once(vec![0, 1]).chain((2..self.size()).map(|rank| vec![rank])).collect();
+        let answers = self.group.split(&partition, "answers")?;
+        let question = self.view(&values::<f32>(0, 3, 5))?;
+        let answer = self.view(&values::<f32>(1, 3, 6))?;
+        if self.rank() == 0 {
+            let send = self.group.send(&question.tensor, 1)?;
+            self.group.begin_messages()?;
+            let received = self.view(&[0f32; 3])?;
+            answers.recv(&received.tensor, 1)?.wait()?;
+            send.wait()?;
+            received.expect(self, "an answer in another group", &values::<f32>(1, 3, 6))?;
+        } else if self.rank() == 1 {
+            let received = self.view(&[0f32; 3])?;
+            self.group.recv(&received.tensor, 0)?.wait()?;
+            answers.send(&answer.tensor, 0)?.wait()?;
+            received.expect(self, "a message that has begun", &values::<f32>(0, 3, 5))?;
+        }
+        self.group.barrier()?.wait()
     }
 
     /// Messages between a pair of ranks arrive in the order of sending, and other pairs are not

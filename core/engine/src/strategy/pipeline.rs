@@ -40,7 +40,8 @@ pub trait Pipeline: Send + Sync {
 impl dyn Pipeline + '_ {
     /// Runs a forward of the whole model without a backward: `forward` is called for each stage of
     /// this rank, and computes up to the stage's end. Returns its result on the ranks of the last
-    /// stage. `forward` gets whether the stage is the last. Collective over all ranks.
+    /// stage. `forward` gets whether the stage is the last. Collective over the pipeline, and over
+    /// the ranks with which its layers compute.
     ///
     /// # Errors
     /// As `forward`, and if a peer fails.
@@ -118,8 +119,9 @@ pub trait StageWork {
     ) -> Result<Option<Border>>;
 
     /// Computes a stage's backward of a micro-batch, whose forward it has computed. `grads` are the
-    /// gradients of what the forward returned; `None` for the last stage. Returns the gradients of
-    /// the input; `None` for the first stage. With `leaves_weights`, layers may leave gradients of
+    /// gradients of the tensors that the forward returned and that
+    /// [take one](fulgurite_module::module::stage::BorderTensor::takes_gradient); `None` for the
+    /// last stage. Returns those of the input; `None` for the first stage. With `leaves_weights`, layers may leave gradients of
     /// their weights for [`weights`](Self::weights).
     ///
     /// # Errors
@@ -173,6 +175,7 @@ struct TensorForm {
     dims: Vec<usize>,
     dtype: DType,
     form: Option<(Layout, usize)>,
+    takes_gradient: bool,
 }
 
 impl DryBorders {
@@ -182,6 +185,7 @@ impl DryBorders {
             dims: of.tensor.dims().to_vec(),
             dtype: of.tensor.dtype(),
             form: of.form,
+            takes_gradient: of.takes_gradient,
         };
         let given = border.tensors.iter().map(form).collect();
         self.all().entry(id).or_default().given = Some(given);
@@ -202,8 +206,8 @@ impl DryBorders {
             all.entry(id).or_default().got = Some(forms.clone());
             forms
         };
-        let of_form = |TensorForm { dims, dtype, form }: TensorForm| {
-            Ok(BorderTensor { tensor: storage::unset(dims, dtype, device)?, form })
+        let of_form = |TensorForm { dims, dtype, form, takes_gradient }: TensorForm| {
+            Ok(BorderTensor { tensor: storage::unset(dims, dtype, device)?, form, takes_gradient })
         };
         Ok(Some(Border { tensors: forms.into_iter().map(of_form).collect::<Result<_>>()? }))
     }
@@ -228,7 +232,8 @@ mod tests {
 
     fn border(rows: usize) -> Border {
         let tensor = Tensor::zeros((rows, 2), DType::F32, &Device::Cpu).unwrap();
-        Border { tensors: vec![BorderTensor { tensor, form: Some((Layout::Replicate, 0)) }] }
+        let form = Some((Layout::Replicate, 0));
+        Border { tensors: vec![BorderTensor { tensor, form, takes_gradient: true }] }
     }
 
     fn id(stage: usize, micro_batch: usize) -> BorderId {

@@ -76,8 +76,7 @@ pub struct Stage {
     pub of: usize,
 }
 
-/// The tensors that one stage gives the next: an activation, and perhaps others. Tensors of floating
-/// point get gradients.
+/// The tensors that one stage gives the next: an activation, and perhaps others.
 #[derive(Debug, Clone)]
 pub struct Border {
     /// The tensors, in the order of [`StageTensors::tensors`].
@@ -92,6 +91,8 @@ pub struct BorderTensor {
     /// Its layout over tensor-parallel ranks, and the length of whole sequences if they hold parts
     /// of them, else 0. `None` if no plan cuts what is before it.
     pub form: Option<(Layout, usize)>,
+    /// Whether the next stage gives a gradient of it back.
+    pub takes_gradient: bool,
 }
 
 /// The output of a unit, which the next one takes: an activation, or several tensors. Pipelines send
@@ -238,7 +239,8 @@ impl Border {
         let of_tensor = |tensor: Tensor| {
             let record = activations::lookup(&tensor, "the end of a pipeline stage")?;
             let form = record.map(|record| record.activation.form()).transpose()?;
-            Ok(BorderTensor { tensor, form })
+            let takes_gradient = tensor.dtype().is_float() && activations::takes_gradient(&tensor);
+            Ok(BorderTensor { tensor, form, takes_gradient })
         };
         Ok(Self { tensors: tensors.into_iter().map(of_tensor).collect::<Result<_>>()? })
     }
@@ -246,7 +248,7 @@ impl Border {
     /// Gradients as a border. They have no layout of their own.
     #[must_use]
     pub fn of_gradients(gradients: Vec<Tensor>) -> Self {
-        let of_tensor = |tensor| BorderTensor { tensor, form: None };
+        let of_tensor = |tensor| BorderTensor { tensor, form: None, takes_gradient: false };
         Self { tensors: gradients.into_iter().map(of_tensor).collect() }
     }
 
@@ -254,7 +256,7 @@ impl Border {
     #[must_use]
     pub fn detach(&self) -> Self {
         let detached =
-            |of: &BorderTensor| BorderTensor { tensor: of.tensor.detach(), form: of.form };
+            |of: &BorderTensor| BorderTensor { tensor: of.tensor.detach(), ..of.clone() };
         Self { tensors: self.tensors.iter().map(detached).collect() }
     }
 
@@ -265,18 +267,12 @@ impl Border {
 }
 
 impl BorderTensor {
-    /// Whether the stage before gets a gradient of it.
-    #[must_use]
-    pub fn has_gradient(&self) -> bool {
-        self.tensor.dtype().is_float()
-    }
-
     /// The tensor as the input of a stage.
     fn enter(&self, owner: &RecordOwner) -> Result<Input> {
         let activation = self.form.map(activations::received).transpose()?;
         let x = &self.tensor;
         match activation {
-            activation if is_grad_enabled() && self.has_gradient() => {
+            activation if is_grad_enabled() && self.takes_gradient => {
                 let start = GraphStart::new(x)?;
                 if let Some(activation) = activation {
                     owner.note(start.tensor(), activation);
@@ -291,8 +287,8 @@ impl BorderTensor {
 
 impl<R> Computed<R> {
     /// Runs the backward of `root`, which was computed in this stage, and frees the stage's graph.
-    /// Returns the gradients of the stage's input, zero where none came, and `None` for the first
-    /// stage. `check` gets the root and the gradients of variables. Without a root nothing takes a
+    /// Returns the gradients of the input's tensors that [take one](BorderTensor::takes_gradient),
+    /// zero where none came, and `None` for the first stage. `check` gets the root and the gradients of variables. Without a root nothing takes a
     /// gradient.
     ///
     /// # Errors
@@ -310,24 +306,19 @@ impl<R> Computed<R> {
         }
         let of_input = |input: Input| match input {
             Input::Start(start) => {
-                start.take_gradient().map_or_else(|| start.tensor().zeros_like(), Ok)
+                Some(start.take_gradient().map_or_else(|| start.tensor().zeros_like(), Ok))
             }
-            Input::Constant(x) => x.zeros_like(),
+            Input::Constant(_) => None,
         };
-        let has_gradient = |input: &Input| input.tensor().dtype().is_float();
         let of_inputs = |inputs: Vec<Input>| {
-            inputs
-                .into_iter()
-                .filter(has_gradient)
-                .map(of_input)
-                .collect::<candle_core::Result<_>>()
+            inputs.into_iter().filter_map(of_input).collect::<candle_core::Result<_>>()
         };
         Ok(input.map(of_inputs).transpose()?)
     }
 
     /// A scalar whose backward passes `grads` to the tensors that the next stage got. There is one
-    /// for each tensor that [has a gradient](BorderTensor::has_gradient), in their order. `None` if
-    /// nothing in the stage takes a gradient.
+    /// for each tensor that [takes one](BorderTensor::takes_gradient), in their order. `None` if
+    /// none does.
     ///
     /// # Errors
     /// If their number is another, or a gradient has another shape or dtype than its tensor.
@@ -335,7 +326,8 @@ impl<R> Computed<R> {
         let StageEnd::Border(Border { tensors }) = &self.end else {
             return Err(Error::other("the last stage has a loss, and gets no gradient"));
         };
-        let outputs: Vec<&BorderTensor> = tensors.iter().filter(|of| of.has_gradient()).collect();
+        let outputs: Vec<&Tensor> =
+            tensors.iter().filter(|of| of.takes_gradient).map(|of| &of.tensor).collect();
         if outputs.len() != grads.len() {
             return Err(Error::other(format!(
                 "the next stage gave {} gradients for {} outputs",
@@ -343,8 +335,7 @@ impl<R> Computed<R> {
                 outputs.len()
             )));
         }
-        let (mut of, mut seeds) = (Vec::new(), Vec::new());
-        for (BorderTensor { tensor, .. }, grad) in outputs.into_iter().zip(grads) {
+        for (tensor, grad) in outputs.iter().zip(&grads) {
             if (tensor.dims(), tensor.dtype()) != (grad.dims(), grad.dtype()) {
                 return Err(Error::other(format!(
                     "the next stage gave a gradient of {:?} in {:?} for an output of {:?} in {:?}",
@@ -354,16 +345,23 @@ impl<R> Computed<R> {
                     tensor.dtype()
                 )));
             }
-            if tensor.track_op() {
-                of.push(tensor);
-                seeds.push(Some(grad));
-            }
         }
-        let Some(first) = of.first() else { return Ok(None) };
-        let seed = Tensor::zeros((), DType::F32, first.device())?;
-        Ok(Some(function(&of, seed, move |_, _| Ok(seeds.clone()))?))
+        let mut root: Option<Tensor> = None;
+        for (outputs, grads) in outputs.chunks(MOST_INPUTS).zip(grads.chunks(MOST_INPUTS)) {
+            let seed = Tensor::zeros((), DType::F32, outputs[0].device())?;
+            let grads: Vec<_> = grads.iter().cloned().map(Some).collect();
+            let of_outputs = function(outputs, seed, move |_, _| Ok(grads.clone()))?;
+            root = Some(match root {
+                Some(root) => (root + of_outputs)?,
+                None => of_outputs,
+            });
+        }
+        Ok(root)
     }
 }
+
+/// Inputs of a [`function`] at most.
+const MOST_INPUTS: usize = 3;
 
 /// Computes `units` one after the other: the first gets what `first` gives, and each passes its
 /// output on. Returns the output of the last one. The model has declared the units with
@@ -409,10 +407,9 @@ pub fn through<M, X: StageTensors>(
     Err(Error::other("the stage of the pipeline ends here; the step must pass this error on"))
 }
 
-/// Whether this thread computes a [`Stage`] that is not the last, so that others compute the rest
-/// of the forward.
+/// Whether this thread's forward ends early, in a [`Stage`] that is not the last.
 #[must_use]
-pub fn goes_on() -> bool {
+pub fn ends_early() -> bool {
     execution::value::<Running>().is_some_and(|running| !running.stage.is_last())
 }
 
@@ -480,55 +477,55 @@ mod tests {
         assert!(error.contains("computes the model twice"), "{error}");
     }
 
-    /// An activation, a sum over units, and how many units have computed.
+    /// Five tensors of floating point that each unit multiplies, and how many units have computed.
     struct Counted {
-        x: Tensor,
-        sum: Tensor,
+        all: Vec<Tensor>,
         units: Tensor,
     }
 
     impl StageTensors for Counted {
         fn tensors(&self) -> Result<Vec<Tensor>> {
-            Ok(vec![self.x.clone(), self.units.clone(), self.sum.clone()])
+            Ok(self.all.iter().chain([&self.units]).cloned().collect())
         }
 
-        fn of_tensors(tensors: Vec<Tensor>) -> Result<Self> {
-            let Ok([x, units, sum]) = <[Tensor; 3]>::try_from(tensors) else {
-                return Err(Error::other("not three"));
-            };
-            Ok(Self { x, sum, units })
+        fn of_tensors(mut all: Vec<Tensor>) -> Result<Self> {
+            let units = all.pop().ok_or_else(|| Error::other("none"))?;
+            Ok(Self { all, units })
         }
     }
 
-    fn doubling(units: &[Unit<Add>]) -> Result<Counted> {
-        let first = || {
-            let units = Tensor::zeros((), DType::U32, &Device::Cpu)?;
-            Ok(Counted { x: one()?, sum: one()?, units })
-        };
-        through(units, first, |_, before| {
-            let x = (&before.x * 2.0)?;
-            let sum = (&before.sum + &x)?;
-            Ok(Counted { x, sum, units: (&before.units + 1.0)? })
+    fn multiplying(units: &[Unit<Add>]) -> Result<Counted> {
+        let first = || Err(Error::other("not the first stage"));
+        through(units, first, |_, Counted { all, units }| {
+            let factors = (2..).map(f64::from);
+            let all = all.iter().zip(factors).map(|(x, factor)| Ok((x * factor)?));
+            Ok(Counted { all: all.collect::<Result<_>>()?, units: (units + 1.0)? })
         })
     }
 
     #[test]
     fn gradients_come_back_through_a_border() {
         let units = units();
-        let input = || {
-            let units = Tensor::zeros((), DType::U32, &Device::Cpu).unwrap();
-            Border::of_gradients(vec![one().unwrap(), units, one().unwrap()])
-        };
-        let computed = stage(1..2).run(Some(&input()), || doubling(&units)).unwrap();
+        let count = Tensor::zeros((), DType::U32, &Device::Cpu).unwrap();
+        let of =
+            |tensor: Tensor, takes_gradient| BorderTensor { tensor, form: None, takes_gradient };
+        let mut tensors: Vec<_> = (0..5).map(|i| of(one().unwrap(), i != 3)).collect();
+        tensors.push(of(count, false));
+        let computed = stage(1..2).run(Some(&Border { tensors }), || multiplying(&units)).unwrap();
         let StageEnd::Border(border) = &computed.end else { panic!("it is not the last") };
-        assert_eq!(border.tensors[1].tensor.to_scalar::<u32>().unwrap(), 1);
-        let grads = |x: f64| vec![(one().unwrap() * x).unwrap(), (one().unwrap() * 10.0).unwrap()];
-        let seed = computed.seed(grads(3.0)).unwrap().unwrap();
-        assert!(computed.seed(vec![one().unwrap()]).is_err(), "one gradient of two");
+        let takes: Vec<bool> = border.tensors.iter().map(|of| of.takes_gradient).collect();
+        assert_eq!(takes, [true, true, true, false, true, false]);
+        assert_eq!(border.tensors[5].tensor.to_scalar::<u32>().unwrap(), 1);
+        let grads = |values: &[f64]| {
+            values.iter().map(|x| (one().unwrap() * *x).unwrap()).collect::<Vec<_>>()
+        };
+        assert!(computed.seed(grads(&[1.0])).is_err(), "one gradient of four");
         let wide = Tensor::ones(2, DType::F32, &Device::Cpu).unwrap();
-        assert!(computed.seed(vec![one().unwrap(), wide]).is_err(), "another shape");
+        let other = [grads(&[1.0; 3]), vec![wide]].concat();
+        assert!(computed.seed(other).is_err(), "another shape");
+        let seed = computed.seed(grads(&[1.0, 10.0, 100.0, 1000.0])).unwrap().unwrap();
         let grads = computed.backward(Some(seed), |_, _| Ok(())).unwrap().unwrap();
         let grads: Vec<f32> = grads.iter().map(|grad| grad.to_scalar().unwrap()).collect();
-        assert_eq!(grads, [2.0 * (3.0 + 10.0), 10.0], "of the activation and of the sum");
+        assert_eq!(grads, [2.0, 30.0, 400.0, 6000.0], "the fourth takes none");
     }
 }

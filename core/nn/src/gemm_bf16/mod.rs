@@ -73,14 +73,15 @@ pub fn bf16_products() -> &'static str {
     Bf16Gemm::of_cpu().map_or("f32", Bf16Gemm::name)
 }
 
-/// The CPU's bf16 products. The existence of a value proves that the CPU has the instructions.
+/// The CPU's bf16 products, or those of a plan, which computes none. The existence of a value proves
+/// that the CPU has the instructions.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Bf16Gemm(Instructions);
 
 #[derive(Debug, Clone, Copy)]
 enum Instructions {
     /// In a plan for another device: nothing is computed.
-    Planned,
+    Skipped,
     #[cfg(target_arch = "x86_64")]
     Amx(amx::Amx),
     #[cfg(target_arch = "x86_64")]
@@ -135,7 +136,7 @@ impl Bf16Gemm {
     /// that the plan does not depend on the CPU.
     pub(crate) fn available() -> Option<Self> {
         match dry_run::has_host() {
-            true => Some(Self(Instructions::Planned)),
+            true => Some(Self(Instructions::Skipped)),
             false => Self::of_cpu(),
         }
     }
@@ -161,12 +162,12 @@ impl Bf16Gemm {
     /// Whether a dry run skips the product. Takes and frees the memory of the packed operands.
     fn skips(self, a: Mat<bf16>, b: Mat<bf16>) -> bool {
         let skips = skips_products([a.rows, a.cols, b.cols], 1, DType::BF16);
-        if let Instructions::Planned = self.0 {
+        if let Instructions::Skipped = self.0 {
             return true;
         }
         if skips {
             match self.0 {
-                Instructions::Planned => {}
+                Instructions::Skipped => {}
                 #[cfg(target_arch = "x86_64")]
                 Instructions::Amx(_) => driver::hold_packed::<amx::Amx>(a, b),
                 #[cfg(target_arch = "x86_64")]
@@ -182,7 +183,7 @@ impl Bf16Gemm {
 
     fn name(self) -> &'static str {
         match self.0 {
-            Instructions::Planned => "planned",
+            Instructions::Skipped => "skipped",
             #[cfg(target_arch = "x86_64")]
             Instructions::Amx(_) => "amx",
             #[cfg(target_arch = "x86_64")]
@@ -268,7 +269,7 @@ impl Bf16Gemm {
     /// As [`driver::multiply`].
     unsafe fn multiply(self, target: Target, a: Mat<bf16>, b: Mat<bf16>, threads: Threads) {
         match self.0 {
-            Instructions::Planned => unreachable!("a plan skips its products"),
+            Instructions::Skipped => unreachable!("a plan skips its products"),
             #[cfg(target_arch = "x86_64")]
             // SAFETY: the caller's promise.
             Instructions::Amx(kernel) => unsafe { driver::multiply(kernel, target, a, b, threads) },

@@ -134,6 +134,30 @@ impl Routing {
     }
 }
 
+/// The number of rows that have each expert among their `per_row` best, and the sum of each expert's
+/// scores (`[rows, experts]`, f32 or f64), in f64. Reads the scores once.
+pub(crate) fn counts_and_sums(scores: &Tensor, per_row: usize) -> Result<[Vec<f64>; 2]> {
+    let (rows, experts) = scores.dims2()?;
+    match dry_run::is_on() {
+        true => Ok([vec![(rows * per_row / experts) as f64; experts], vec![0.0; experts]]),
+        false => with_scores(scores, CountsAndSums(Best { experts, per_row, groups: None })),
+    }
+}
+
+struct CountsAndSums(Best);
+
+impl Scores<[Vec<f64>; 2]> for CountsAndSums {
+    fn call<T: Float>(self, scores: &[T]) -> [Vec<f64>; 2] {
+        let experts = self.0.experts;
+        let [mut counts, mut sums] = [(); 2].map(|()| vec![0.0; experts]);
+        for row in scores.chunks_exact(experts) {
+            sums.iter_mut().zip(row).for_each(|(sum, score)| *sum += score.to_f64());
+        }
+        self.0.call(scores).into_iter().for_each(|expert| counts[expert as usize] += 1.0);
+        [counts, sums]
+    }
+}
+
 /// The scores on the host, `f` of them, in f32 or f64.
 pub(crate) fn with_scores<R>(scores: &Tensor, f: impl Scores<R>) -> Result<R> {
     let scores = scores.detach().contiguous()?;

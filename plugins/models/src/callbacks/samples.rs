@@ -119,6 +119,10 @@ impl Hooks for Samples {
         if !ctx.step.is_multiple_of(self.config.every_n_steps.get()) {
             return Ok(());
         }
+        // The other ranks of a plan choose no tokens.
+        if dry_run::is_on() && ctx.fabric().pipeline()?.is_some() {
+            return Ok(());
+        }
         let Parts { decoder, tokenizer, .. } = parts(ctx)?;
         let mut generation = self.config.generation(ctx.seed);
         generation.end_tokens = tokenizer.end_of_text().into_iter().collect();

@@ -45,7 +45,7 @@ pub(crate) fn as_base<R>(f: impl FnOnce() -> R) -> R {
 
 impl Decoder {
     /// Computes all layers. With and without adapters, both pass a layer before the next one
-    /// computes, so that a pipeline can cut the model, and FSDP gathers each layer once.
+    /// computes, so that a pipeline can cut the model.
     ///
     /// # Errors
     /// As [`hidden`](Self::hidden).
@@ -83,7 +83,7 @@ impl Decoder {
     /// The rows of a layer's experts in this forward, if the forward ends in another stage, which
     /// logs them.
     fn loads_for_later_stages(&self, layer: &DecoderLayer) -> Option<(usize, Vec<f64>)> {
-        let is_counted = stage::goes_on() && GradMode::current().expects_backward();
+        let is_counted = stage::ends_early() && GradMode::current().expects_backward();
         let load = layer.load().filter(|_| is_counted && self.logs_loads())?;
         Some((layer.index(), load.take().into_iter().chain(load.take_dropped()).collect()))
     }

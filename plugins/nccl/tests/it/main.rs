@@ -7,6 +7,7 @@ mod copies;
 mod faults;
 mod host_memory;
 mod orders;
+mod pipelines;
 mod processes;
 mod ranks;
 mod replicas;

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{Device, Tensor};
 use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp};
+use fulgurite_engine::execution::dry_run;
 use fulgurite_engine::module::stage::Border;
 use fulgurite_engine::parameter::ParameterSlot;
 use fulgurite_engine::strategy::{Pipeline, StageWork};
@@ -251,6 +252,9 @@ impl Pipeline for Executor {
     }
 
     fn evaluate(&self, work: &mut dyn StageWork) -> Result<()> {
+        if dry_run::is_on() {
+            return Err(Error::other("a plan of a pipeline has training steps alone"));
+        }
         let Assignment { stages, rank_of_stage, .. } = &self.assignment;
         let (own, mut handed, mut sent) = (self.group.rank(), None, Vec::new());
         for (index, stage) in stages.iter().enumerate() {

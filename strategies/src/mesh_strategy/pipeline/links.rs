@@ -3,9 +3,11 @@
 //! Each ordered pair of neighbours has a group of its own, in which the first only sends and the
 //! second only receives. A thread receives what comes in a step, so a rank's sends never wait for
 //! what the other computes, and no order of actions can make two ranks wait for each other's
-//! messages. A message has a head of fixed size for each tensor, which says what follows, and the
-//! tensor: lengths may differ from micro-batch to micro-batch. In a dry run nothing comes: the rank receives what
-//! [`DryBorders`] says.
+//! messages. A message is a head of fixed size, which says what follows, and tensors: lengths may
+//! differ from micro-batch to micro-batch. The head describes the first tensor. If there are others,
+//! a second head describes those. Heads are tensors of the host: a GPU waits for a message only when
+//! its head has come, and so its sender has computed it. In a dry run nothing comes: the rank receives what [`DryBorders`]
+//! says.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -34,16 +36,20 @@ pub(super) type Key = (Direction, usize, usize);
 
 /// The groups between this rank and the others of the pipeline.
 pub(super) struct Links {
+    /// This rank of the pipeline.
+    own: usize,
     /// By receiver, and by sender.
     out: BTreeMap<usize, Arc<dyn ProcessGroup>>,
     incoming: BTreeMap<usize, Arc<dyn ProcessGroup>>,
     device: Device,
 }
 
-/// Numbers in a tensor's head.
-const HEAD: usize = 16;
+/// Numbers that say which message it is, and of how many tensors.
+const IDENTITY: usize = 4;
+/// Numbers that describe a tensor.
+const DESCRIPTION: usize = 12;
 /// Dimensions of a tensor at most.
-const MAX_DIMS: usize = 7;
+const MAX_DIMS: usize = 6;
 const DTYPES: [DType; 6] =
     [DType::F32, DType::BF16, DType::F16, DType::F64, DType::U32, DType::I64];
 
@@ -68,12 +74,16 @@ impl Links {
                 incoming.insert(from, group);
             }
         }
-        Ok(Self { out, incoming, device: device.clone() })
+        Ok(Self { own: pipeline.rank(), out, incoming, device: device.clone() })
     }
 
-    /// The groups, for connecting them.
+    /// The groups, in one order on all ranks: ranks that connect them one after the other would else
+    /// wait for each other.
     pub(super) fn groups(&self) -> impl Iterator<Item = &Arc<dyn ProcessGroup>> {
-        self.out.values().chain(self.incoming.values())
+        let own = self.own;
+        let out = self.out.iter().map(|(to, group)| ([own, *to], group));
+        let incoming = self.incoming.iter().map(|(from, group)| ([*from, own], group));
+        out.chain(incoming).collect::<BTreeMap<_, _>>().into_values()
     }
 
     /// Starts to send a message to a rank of the pipeline.
@@ -81,12 +91,16 @@ impl Links {
         let group = self.out.get(&to).ok_or_else(|| not_linked(to))?;
         let _label = label(key);
         let mut sent = Sent { works: Vec::new(), _held: Vec::new() };
-        for (behind, of) in (0..border.tensors.len()).rev().zip(&border.tensors) {
-            let head = Tensor::new(&head(key, of, behind)?, &Device::Cpu)?;
-            for tensor in [head, of.tensor.detach().contiguous()?] {
+        let tensors = border.tensors.iter().map(|of| of.tensor.detach().contiguous());
+        let tensors = tensors.collect::<candle_core::Result<Vec<_>>>()?;
+        // Both ranks begin each head alone, and the tensors together.
+        let heads = heads(key, border)?.into_iter().map(|head| vec![head]);
+        for together in heads.chain([tensors]) {
+            for tensor in together {
                 sent.works.push(group.send(&tensor, 1)?);
                 sent._held.push(tensor);
             }
+            group.begin_messages()?;
         }
         Ok(sent)
     }
@@ -263,14 +277,12 @@ impl DryInbox {
         let stage = if is_forward { stage } else { stage + 1 };
         let id = BorderId { step: self.step, micro_batch, stage };
         let Some(mut border) = self.borders.border(id, &self.device)? else { return Ok(false) };
-        border.tensors.retain(|of| is_forward || of.has_gradient());
+        border.tensors.retain(|of| is_forward || of.takes_gradient);
         let group = self.incoming.get(&from).ok_or_else(|| not_linked(from))?;
         let _label = label(key);
-        let mut works = Vec::new();
-        for of in &border.tensors {
-            works.push(group.recv(&Tensor::zeros(HEAD, DType::F64, &Device::Cpu)?, 0)?);
-            works.push(group.recv(&of.tensor, 0)?);
-        }
+        let tensors = border.tensors.iter().map(|of| of.tensor.clone());
+        let received = heads(key, &border)?.into_iter().chain(tensors);
+        let works = received.map(|tensor| group.recv(&tensor, 0)).collect::<Result<Vec<_>>>()?;
         self.messages.insert(key, (works, border));
         Ok(true)
     }
@@ -295,12 +307,23 @@ fn label((direction, stage, micro_batch): Key) -> ContextGuard {
     Label::enter(format!("{what} {stage}, micro-batch {micro_batch}"))
 }
 
-/// The head of a tensor of a message, which has so many further tensors behind it.
-fn head(
-    (direction, stage, micro_batch): Key,
-    BorderTensor { tensor, form }: &BorderTensor,
-    behind: usize,
-) -> Result<[f64; HEAD]> {
+/// The heads of a message: one, or two if it has several tensors.
+fn heads((direction, stage, micro_batch): Key, border: &Border) -> Result<Vec<Tensor>> {
+    let direction = f64::from(u8::from(direction == Direction::Backward));
+    let count = border.tensors.len();
+    let mut head = vec![direction, stage as f64, micro_batch as f64, count as f64];
+    for of in &border.tensors {
+        head.extend(described(of)?);
+    }
+    head.resize(head.len().max(IDENTITY + DESCRIPTION), 0.0);
+    let others = head.split_off(IDENTITY + DESCRIPTION);
+    let heads = [head, others].into_iter().filter(|head| !head.is_empty());
+    let tensor = |head: Vec<f64>| Ok(Tensor::new(head, &Device::Cpu)?);
+    heads.map(tensor).collect()
+}
+
+fn described(of: &BorderTensor) -> Result<[f64; DESCRIPTION]> {
+    let BorderTensor { tensor, form, takes_gradient } = of;
     let (dims, dtype) = (tensor.dims(), tensor.dtype());
     let known = DTYPES.iter().position(|known| *known == dtype);
     let Some(known) = known.filter(|_| dims.len() <= MAX_DIMS) else {
@@ -317,39 +340,46 @@ fn head(
             return Err(Error::other("a partial sum cannot go to another stage of a pipeline"));
         }
     };
-    let direction = f64::from(u8::from(direction == Direction::Backward));
-    let fixed = [direction, stage as f64, micro_batch as f64, known as f64, layout, dim];
-    let mut head = [0.0; HEAD];
-    head[..6].copy_from_slice(&fixed);
-    head[6] = sequence as f64;
-    head[7] = behind as f64;
-    head[8] = dims.len() as f64;
-    for (place, dim) in head[9..].iter_mut().zip(dims) {
+    let gradient = f64::from(u8::from(*takes_gradient));
+    let mut numbers = [0.0; DESCRIPTION];
+    let fixed = [known as f64, layout, dim, sequence as f64, gradient, dims.len() as f64];
+    numbers[..fixed.len()].copy_from_slice(&fixed);
+    for (place, dim) in numbers[fixed.len()..].iter_mut().zip(dims) {
         *place = *dim as f64;
     }
-    Ok(head)
+    Ok(numbers)
+}
+
+/// Memory for a tensor of this description.
+fn tensor_of(numbers: &[f64], device: &Device) -> Result<BorderTensor> {
+    let number = |place: usize| numbers[place] as usize;
+    let dims: Vec<usize> = (0..number(5).min(MAX_DIMS)).map(|dim| number(6 + dim)).collect();
+    let form = match number(1) {
+        0 => None,
+        1 => Some((Layout::Replicate, number(3))),
+        _ => Some((Layout::Shard(numbers[2] as isize), number(3))),
+    };
+    let tensor = storage::unset(dims, DTYPES[number(0).min(DTYPES.len() - 1)], device)?;
+    Ok(BorderTensor { tensor, form, takes_gradient: numbers[4] != 0.0 })
 }
 
 fn receive(group: &dyn ProcessGroup, device: &Device) -> Result<(Key, Border)> {
-    let mut tensors = Vec::new();
-    loop {
-        let head = Tensor::zeros(HEAD, DType::F64, &Device::Cpu)?;
+    let receive_head = |len: usize| -> Result<Vec<f64>> {
+        let head = Tensor::zeros(len, DType::F64, &Device::Cpu)?;
         group.recv(&head, 0)?.wait()?;
-        let head = read::host::<f64>(&head)?;
-        let number = |place: usize| head[place] as usize;
-        let direction = if head[0] == 0.0 { Direction::Forward } else { Direction::Backward };
-        let (rank, dtype) = (number(8).min(MAX_DIMS), DTYPES[number(3).min(DTYPES.len() - 1)]);
-        let dims: Vec<usize> = (0..rank).map(|dim| number(9 + dim)).collect();
-        let form = match number(4) {
-            0 => None,
-            1 => Some((Layout::Replicate, number(6))),
-            _ => Some((Layout::Shard(head[5] as isize), number(6))),
-        };
-        let tensor = storage::unset(dims, dtype, device)?;
-        group.recv(&tensor, 0)?.wait()?;
-        tensors.push(BorderTensor { tensor, form });
-        if number(7) == 0 {
-            return Ok(((direction, number(1), number(2)), Border { tensors }));
-        }
+        read::host::<f64>(&head)
+    };
+    let mut head = receive_head(IDENTITY + DESCRIPTION)?;
+    let number = |place: usize| head[place] as usize;
+    let direction = if head[0] == 0.0 { Direction::Forward } else { Direction::Backward };
+    let (key, count) = ((direction, number(1), number(2)), number(3));
+    if count > 1 {
+        head.extend(receive_head((count - 1) * DESCRIPTION)?);
     }
+    let described = head[IDENTITY..].chunks_exact(DESCRIPTION).take(count);
+    let tensors =
+        described.map(|numbers| tensor_of(numbers, device)).collect::<Result<Vec<_>>>()?;
+    let works = tensors.iter().map(|of| group.recv(&of.tensor, 0)).collect::<Result<Vec<_>>>()?;
+    works.into_iter().try_for_each(Work::wait)?;
+    Ok((key, Border { tensors }))
 }

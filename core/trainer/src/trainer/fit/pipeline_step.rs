@@ -51,7 +51,7 @@ impl Session {
             .begin_scale_in_pipeline(|| {
                 let _no_grad = no_grad();
                 work.ctx.is_muted = true;
-                pipeline.forward(|_| work.step(0, false, "for the first loss scale"))
+                pipeline.forward(|_| work.step(0, "for the first loss scale"))
             })
             .and_then(|()| {
                 runtime.in_pipeline(pipeline, || pipeline.train(of_step.micro_batches, &mut work))
@@ -89,13 +89,13 @@ struct TrainingWork<'a> {
 
 impl TrainingWork<'_> {
     /// Computes the module's step on a micro-batch. `what` is for messages.
-    fn step(&mut self, micro_batch: usize, training: bool, what: impl Display) -> Result<Loss> {
+    fn step(&mut self, micro_batch: usize, what: impl Display) -> Result<Loss> {
         let Self { fabric, runner, ctx, batches, .. } = self;
         let MicroBatch { samples, first_sample, is_padding } = batches[micro_batch];
         ctx.begin_batch(micro_batch as u64, samples, is_padding);
         let step = ctx.step;
         let loss = runner.kept_training_step(micro_batch, ctx, &mut |forward| {
-            let scope = fabric.scope(training, step, first_sample);
+            let scope = fabric.scope(true, step, first_sample);
             let _scope = ForwardScope { is_padding, ..scope }.enter();
             let _phase = fabric.measurements().phase("forward");
             forward().map_err(|error| {
@@ -117,7 +117,7 @@ impl StageWork for TrainingWork<'_> {
         self.ctx.is_muted = !stage.is_last();
         mark("forward", index, micro_batch)?;
         let what = format_args!("stage {index}");
-        let of_stage = stage.run(input.as_ref(), || self.step(micro_batch, true, what))?;
+        let of_stage = stage.run(input.as_ref(), || self.step(micro_batch, what))?;
         let border = match &of_stage.end {
             StageEnd::Border(border) => Some(border.detach()),
             StageEnd::Step(_) => None,
