@@ -54,9 +54,9 @@ pub fn load_balancing_loss(
 const MISSING: &str = "the balance of experts follows from the logits [rows, experts] of at least one mixture of \
      experts";
 
-/// Sums over the rows of the layers so far, from which the
-/// [loss that balances experts](load_balancing_loss) follows. Each layer adds its rows to the sums of
-/// the layers before, which may be in another stage of a pipeline.
+/// Sums over the rows of the layers so far, from which the [loss that balances
+/// experts](load_balancing_loss) follows. Each layer adds its rows to the sums of the layers
+/// before, which may be in another stage of a pipeline.
 #[derive(Debug, Clone)]
 pub struct RouterSums {
     /// The sum of each expert's probabilities, f64 `[experts]`, in the graph.

@@ -141,8 +141,8 @@ impl Router {
     }
 }
 
-/// The experts of each row with their weights. Dropped choices have weights, too: their scores count
-/// in the sum that divides the weights.
+/// The experts of each row with their weights. Dropped choices have weights, too: their scores
+/// count in the sum that divides the weights.
 pub(super) struct Choice {
     score: RouterScore,
     scale: f64,

@@ -105,8 +105,8 @@ impl Weight {
         }
     }
 
-    /// For a linear layer, returns the gradient of `x` for the gradient of the product, and adds the trained
-    /// parameter's gradient without ending its use.
+    /// For a linear layer, returns the gradient of `x` for the gradient of the product, and adds
+    /// the trained parameter's gradient without ending its use.
     pub(super) fn backward(
         &self,
         x: &Tensor,

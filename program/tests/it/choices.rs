@@ -65,6 +65,7 @@ fn choices_are_scored_as_by_transformers() {
         ("fit", [&fit[..], &tensor].concat()),
         ("fit", [&fit[..], &PIPELINE].concat()),
         ("validate", PIPELINE.to_vec()),
+        ("validate", vec!["trainer.devices=4", PIPELINE[1]]),
     ] {
         let found = metrics(dir.path(), command, &sets);
         for (name, expected) in [("acc", 1.0), ("acc_norm", 2.0 / 3.0), ("nll", 3.4815003077)] {

@@ -75,7 +75,7 @@ fn folder(prompts: &[Vec<u32>]) -> TempDir {
 const GREEDY: [&str; 7] =
     ["--input", "prompts.jsonl", "--max-new-tokens", "8", "--ignore-eos", "--output", "json"];
 
-const MESHES: [(&str, &str); 9] = [
+const MESHES: [(&str, &str); 10] = [
     ("1", "trainer.strategy=single_device"),
     ("2", "trainer.strategy=ddp"),
     ("2", "trainer.strategy=fsdp"),
@@ -88,8 +88,13 @@ const MESHES: [(&str, &str); 9] = [
         "4",
         "trainer.strategy={ type = \"model_parallel\", pipeline_parallel_size = 2, tensor_parallel_size = 2 }",
     ),
+    // Two ranks of a stage have prompts of their own.
+    ("4", PIPELINE),
 ];
 
+/// The first rank has the first and the last of three stages.
+const ENDS_TOGETHER: &str = "trainer.strategy={ type = \"model_parallel\", pipeline_parallel_size = 2, \
+                             pipeline_schedule = \"lists.csv\" }";
 const PIPELINE: &str = "trainer.strategy={ type = \"model_parallel\", pipeline_parallel_size = 2 }";
 
 /// Whether two ranks of the mesh have different samples.
@@ -107,6 +112,9 @@ fn greedy_ids_equal_transformers_on_every_mesh() {
             let lines = generate(dir.path(), &[&args[..], &GREEDY].concat());
             assert_eq!(ids(&lines), new, "{name} {devices} {strategy}");
         }
+        fs::write(dir.path().join("lists.csv"), "0F0,2F0,2B0,0B0\n1F0,1B0\n").unwrap();
+        let args = ["--model", &model, "--devices", "2", "--set", ENDS_TOGETHER];
+        assert_eq!(ids(&generate(dir.path(), &[&args[..], &GREEDY].concat())), new, "{name}");
     }
     let Recorded { prompts, new } = recorded("gpt_neox");
     let (dir, model) = (folder(&prompts), fixture("gpt_neox").display().to_string());

@@ -173,7 +173,7 @@ impl Case {
         let whole = format!("{{ type = 'model_parallel', {} }}", self.mesh);
         let keys = if self.mesh.is_empty() { keys } else { Keys { strategy: &whole, ..keys } };
         let expected = train(self.others, keys).unwrap_or_else(|error| panic!("{self:?}: {error}"));
-        assert!(expected.losses.len() >= 3, "{self:?}");
+        assert!(expected.has_trained(), "{self:?}");
 
         let folder = tempfile::tempdir().unwrap();
         let mut options = vec![format!("pipeline_parallel_size = {}", self.stage_ranks)];

@@ -230,7 +230,8 @@ impl ModuleBuilder {
 
     /// Declares that the module at this path has `count` experts, which expert parallelism can
     /// divide among ranks, and that a row goes to `per_row` of them. The module
-    /// [adds](Experts::add) the parameters whose first dimension is the experts, and computes with the [ranks](Experts::ranks) that have them.
+    /// [adds](Experts::add) the parameters whose first dimension is the experts, and computes with
+    /// the [ranks](Experts::ranks) that have them.
     pub fn experts(&self, count: usize, per_row: usize) -> Experts {
         let experts = Experts::new(self.path.clone(), count, per_row);
         self.tree().experts.push(experts.clone());
@@ -455,8 +456,8 @@ impl ModuleBuilder {
         Some(quantization.format)
     }
 
-    /// Declares codes (`name`) and scales (`name_scale`) of a quantised frozen weight of this shape,
-    /// `[.., rows, columns]`. Their initial values are the values of `init`, packed.
+    /// Declares codes (`name`) and scales (`name_scale`) of a quantised frozen weight of this
+    /// shape, `[.., rows, columns]`. Their initial values are the values of `init`, packed.
     ///
     /// # Errors
     /// As [`parameter`](Self::parameter), and if weights of this shape cannot be packed.

@@ -95,8 +95,8 @@ pub struct BorderTensor {
     pub takes_gradient: bool,
 }
 
-/// The output of a unit, which the next one takes: an activation, or several tensors. Pipelines send
-/// its tensors from stage to stage.
+/// The output of a unit, which the next one takes: an activation, or several tensors. Pipelines
+/// send its tensors from stage to stage.
 pub trait StageTensors: Sized {
     /// Its tensors.
     ///
@@ -288,8 +288,8 @@ impl BorderTensor {
 impl<R> Computed<R> {
     /// Runs the backward of `root`, which was computed in this stage, and frees the stage's graph.
     /// Returns the gradients of the input's tensors that [take one](BorderTensor::takes_gradient),
-    /// zero where none came, and `None` for the first stage. `check` gets the root and the gradients of variables. Without a root nothing takes a
-    /// gradient.
+    /// zero where none came, and `None` for the first stage. `check` gets the root and the
+    /// gradients of variables. Without a root nothing takes a gradient.
     ///
     /// # Errors
     /// If candle's backward or `check` fails.

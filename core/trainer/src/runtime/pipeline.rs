@@ -65,8 +65,8 @@ impl StrategyRuntime {
         self.end_backward(&mut *self.lock_state()?, context, true)
     }
 
-    /// Runs a stage's backward of a micro-batch, and returns the gradients of the stage's input. The
-    /// stage gets `grads` of its output, and the last stage none. Not collective.
+    /// Runs a stage's backward of a micro-batch, and returns the gradients of the stage's input.
+    /// The stage gets `grads` of its output, and the last stage none. Not collective.
     pub(crate) fn backward_of_stage(
         &self,
         computed: Computed<Loss>,

@@ -3,6 +3,7 @@
 use std::num::NonZeroU64;
 
 use fulgurite_data::{ChatTemplate, Tokenizer};
+use fulgurite_engine::execution::dry_run;
 use fulgurite_error::{Error, Result};
 use fulgurite_trainer::trainer::{Callback, CallbackConfig, HookContext, Hooks};
 use serde::{Deserialize, Serialize};

@@ -6,7 +6,7 @@
 /// [`Answer`](super::Answer).
 pub trait GenerationObserver {
     /// Gets the logits of the next token, f32 `[vocabulary]`, before the repetition penalty and the
-    /// temperature.
+    /// temperature. Under a pipeline called on ranks of the last stage alone.
     fn logits(&mut self, prompt: u64, sample: usize, logits: &[f32]) {
         let _ = (prompt, sample, logits);
     }

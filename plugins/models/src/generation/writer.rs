@@ -38,10 +38,10 @@ pub struct GenerationRanks {
 }
 
 impl GenerationRanks {
-    /// All ranks of `fabric`.
+    /// All ranks of `fabric`, whose model is set up.
     ///
     /// # Errors
-    /// If no model is set up.
+    /// Within another call of the strategy.
     pub fn of(fabric: &Fabric) -> Result<Self> {
         let tensor_parallel = fabric.device_mesh().group("tensor_parallel").ok().cloned();
         let (world, pipeline) = (fabric.world().clone(), fabric.pipeline()?);

@@ -66,10 +66,11 @@ impl TextGeneration {
         self.end_tokens.as_deref()
     }
 
-    /// Lets the ranks of `fabric` generate together. A prediction of the trainer does so itself.
+    /// Lets the ranks of `fabric`, whose model is set up, generate together. A prediction of the
+    /// trainer does so itself.
     ///
     /// # Errors
-    /// If no model is set up.
+    /// Within another call of the strategy.
     pub fn set_ranks(&mut self, fabric: &Fabric) -> Result<()> {
         self.ranks = Some(GenerationRanks::of(fabric)?);
         Ok(())

@@ -4,10 +4,10 @@
 //! second only receives. A thread receives what comes in a step, so a rank's sends never wait for
 //! what the other computes, and no order of actions can make two ranks wait for each other's
 //! messages. A message is a head of fixed size, which says what follows, and tensors: lengths may
-//! differ from micro-batch to micro-batch. The head describes the first tensor. If there are others,
-//! a second head describes those. Heads are tensors of the host: a GPU waits for a message only when
-//! its head has come, and so its sender has computed it. In a dry run nothing comes: the rank receives what [`DryBorders`]
-//! says.
+//! differ from micro-batch to micro-batch. The head describes the first tensor. If there are
+//! others, a second head describes those. Heads are tensors of the host: a GPU waits for a message
+//! only when its head has come, and so its sender has computed it. In a dry run nothing comes: the
+//! rank receives what [`DryBorders`] says.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -77,8 +77,8 @@ impl Links {
         Ok(Self { own: pipeline.rank(), out, incoming, device: device.clone() })
     }
 
-    /// The groups, in one order on all ranks: ranks that connect them one after the other would else
-    /// wait for each other.
+    /// The groups, in one order on all ranks: ranks that connect them one after the other would
+    /// else wait for each other.
     pub(super) fn groups(&self) -> impl Iterator<Item = &Arc<dyn ProcessGroup>> {
         let own = self.own;
         let out = self.out.iter().map(|(to, group)| ([own, *to], group));

@@ -211,8 +211,8 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
 
     /// Returns whether [`predict_step`](Self::predict_step) runs its forwards through the stages of a
     /// pipeline by itself ([`Fabric::pipeline`](crate::fabric::Fabric::pipeline)), because it
-    /// computes the model more than once. All ranks of the pipeline then call it together, and what
-    /// it returns counts where the last stage is.
+    /// computes the model more than once. All ranks of the pipeline then call it together. Its
+    /// result counts on the ranks of the last stage.
     fn predicts_in_stages(&self) -> bool {
         false
     }
