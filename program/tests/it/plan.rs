@@ -71,7 +71,7 @@ fn runs_take_what_was_planned() {
     let fsdp = r#"trainer.strategy={type="fsdp",reshard_after_forward=false}"#;
     let pipeline = r#"trainer.strategy={type="model_parallel",pipeline_parallel_size=2}"#;
     let halves = r#"trainer.strategy={type="model_parallel",pipeline_parallel_size=2,pipeline_schedule="zb_h1"}"#;
-    let cases: [&[&str]; 16] = [
+    let cases: [&[&str]; 17] = [
         &[],
         &["trainer.precision=bf16-mixed", "trainer.ema_decay=0.9"],
         &["trainer.activation_checkpointing=full", "trainer.accumulate_grad_batches=2"],
@@ -84,6 +84,12 @@ fn runs_take_what_was_planned() {
             "trainer.devices=2",
             "trainer.strategy=fsdp",
             r#"trainer.adapters={rank=4,targets=["q_proj"]}"#,
+        ],
+        &[
+            "trainer.devices=2",
+            "trainer.strategy=fsdp",
+            r#"trainer.adapters={rank=4,targets="all-linear"}"#,
+            r#"trainer.quantization={format="nf4",block_size=8}"#,
         ],
         &[
             "trainer.devices=4",

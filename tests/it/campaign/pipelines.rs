@@ -230,6 +230,7 @@ fn units(rng: &mut Rng, stages: usize, units: usize) -> Vec<usize> {
     counts
 }
 
+// checklist: NeMo: pipeline parallelism
 #[test]
 fn random_pipelines_change_no_bit() {
     trials(40, |trial| {

@@ -15,6 +15,7 @@ use training::{
     train,
 };
 
+// checklist: NeMo: pipeline parallelism
 #[test]
 fn every_schedule_equals_one_device() {
     for micro_batches in [4, 6, 8] {
@@ -62,6 +63,7 @@ fn random_lists_train_as_one_device() {
 }
 
 /// Against the same mesh without stages, whose ranks have the same batches.
+// checklist: NeMo: pipeline parallelism
 #[test]
 fn stages_change_no_bit_of_a_mesh() {
     let accumulate = "accumulate_grad_batches = 4";

@@ -142,7 +142,7 @@ pub fn config(
 ) -> Result<RunConfig<ModelConfig, TextsConfig>> {
     let Keys { strategy, model, data, trainer, optimizer } = keys;
     // In f16 the first steps look for the scale of the loss.
-    let steps = if trainer.contains("'16-") { 8 } else { 3 };
+    let steps = if trainer.contains("'16-") { 24 } else { 3 };
     let text = format!(
         "seed = 3\n[optimizer]\ntype = '{optimizer}'\nlr = 0.01\n[model]\n{model}\n[data]\n{data}\n\
          [trainer]\ndefault_root_dir = {logs:?}\nstrategy = {strategy}\ndevices = {ranks}\n\

@@ -8,6 +8,7 @@ use rayon::prelude::*;
 use super::{int8, nf4};
 use crate::{Error, Result};
 use fulgurite_tensor::autograd::storage;
+use fulgurite_tensor::execution::dry_run::skips_pass;
 
 /// How a weight is quantised.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -221,6 +222,10 @@ impl WeightFormat {
             )));
         }
         let device = codes.device().clone();
+        let elements: usize = weight.iter().product();
+        if skips_pass(codes.elem_count() + elements * dtype.size_in_bytes()) {
+            return storage::unset(weight, dtype, &device);
+        }
         let [codes, scales] = [codes, scales].map(|t| t.to_device(&Device::Cpu)?.contiguous());
         let (codes, scales) = (codes?, scales?);
         let run = |codes: &[u8], scales: &[f32]| -> Result<Tensor> {

@@ -7,6 +7,7 @@ use super::{PackedPart, WeightFormat};
 use crate::{Error, Result};
 use fulgurite_collective::shard::Region;
 use fulgurite_tensor::autograd::storage;
+use fulgurite_tensor::execution::dry_run::skips_pass;
 
 /// The suffix that turns the name of the codes, which is the weight's, into the name of the scales.
 pub const SCALE_SUFFIX: &str = "_scale";
@@ -53,6 +54,10 @@ impl Packed {
     /// # Errors
     /// If a value is not finite.
     pub fn pack(&self, region: &Region, rows: &Tensor) -> Result<Tensor> {
+        if skips_pass(rows.elem_count() * size_of::<f32>()) {
+            let dtype = WeightFormat::dtype(self.part);
+            return storage::zeros(region.elem_count(), dtype, &Device::Cpu);
+        }
         let values = rows.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
         let values = values.flatten_all()?.contiguous()?;
         // The bytes of a block are never cut.

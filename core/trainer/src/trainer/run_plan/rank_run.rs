@@ -263,7 +263,7 @@ impl Hooks for Watch {
         let mut model = Model { mesh: Some(fabric.device_mesh().clone()), ..Model::default() };
         model.flops_per_item = tree.flops_per_item();
         for parameter in tree.parameters() {
-            model.parameters += parameter.elem_count() as u64;
+            model.parameters += parameter.model_elem_count() as u64;
             let bytes = parameter.elem_count() * parameter.dtype().size_in_bytes();
             model.checkpoint_bytes += bytes as u64;
             model.trained_parameters +=
