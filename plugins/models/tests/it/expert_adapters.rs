@@ -153,6 +153,23 @@ fn train_packed(
     Ok(runs.swap_remove(0))
 }
 
+/// Meshes that train a model's experts: `first` on two ranks, and others. Ranks, and how many of them
+/// have batches of their own.
+fn meshes(name: &str, first: &'static str) -> Vec<([usize; 2], &'static str)> {
+    let mut meshes = vec![
+        ([2, 2], first),
+        ([2, 2], r#"{"type": "fsdp", "activation_checkpointing": "full"}"#),
+        ([2, 1], r#"{"type": "model_parallel", "tensor_parallel_size": 2}"#),
+    ];
+    // The others have 5 and 7 experts.
+    if ["deepseek_v3", "gpt_oss"].contains(&name) {
+        let divided = r#"{"type": "model_parallel", "data_parallel_shard_size": 2,
+            "tensor_parallel_size": 1, "expert_parallel_size": 2}"#;
+        meshes.push(([2, 2], divided));
+    }
+    meshes
+}
+
 /// Asserts that training has changed the adapters of each projection, which start without effect.
 #[track_caller]
 fn assert_changed(dir: &Path) {
@@ -175,24 +192,11 @@ fn ranks_train_adapters_as_one_device() {
         let alone_dir = temp.path().join(name);
         let alone = train(name, [1, 1], ALONE, &alone_dir).unwrap();
         assert_changed(&alone_dir);
-        let mut meshes = vec![
-            ([2, 2], r#"{"type": "ddp"}"#),
-            ([2, 2], r#"{"type": "fsdp", "activation_checkpointing": "full"}"#),
-            ([2, 1], r#"{"type": "model_parallel", "tensor_parallel_size": 2}"#),
-        ];
-        // The others have 5 and 7 experts.
-        if ["deepseek_v3", "gpt_oss"].contains(&name) {
-            meshes.push((
-                [2, 2],
-                r#"{"type": "model_parallel", "data_parallel_shard_size": 2,
-                    "tensor_parallel_size": 1, "expert_parallel_size": 2}"#,
-            ));
-        }
         let names = |dir: &Path| {
             let source = AdapterSource::open(dir).unwrap();
             source.names().into_iter().map(str::to_owned).collect::<Vec<_>>()
         };
-        for (ranks, mesh) in meshes {
+        for (ranks, mesh) in meshes(name, r#"{"type": "ddp"}"#) {
             let dir = temp.path().join("other");
             let found = train(name, ranks, mesh, &dir).unwrap();
             for (a, b) in found.iter().zip(&alone) {
@@ -224,19 +228,7 @@ fn quantised_experts_compute_as_unpacked_ones() {
         let unpacked =
             train_packed(name, [1, 1], ALONE, &other, (&dir.join("packed"), None)).unwrap();
         assert_eq!(alone, unpacked, "{name} in {format:?}");
-        let mut meshes = vec![
-            ([2, 2], r#"{"type": "fsdp"}"#),
-            ([2, 2], r#"{"type": "fsdp", "activation_checkpointing": "full"}"#),
-            ([2, 1], r#"{"type": "model_parallel", "tensor_parallel_size": 2}"#),
-        ];
-        if ["deepseek_v3", "gpt_oss"].contains(&name) {
-            meshes.push((
-                [2, 2],
-                r#"{"type": "model_parallel", "data_parallel_shard_size": 2,
-                    "tensor_parallel_size": 1, "expert_parallel_size": 2}"#,
-            ));
-        }
-        for (ranks, mesh) in meshes {
+        for (ranks, mesh) in meshes(name, r#"{"type": "fsdp"}"#) {
             let other = temp.path().join("meshed");
             let found = train_packed(name, ranks, mesh, &other, (&base, Some(format))).unwrap();
             for (a, b) in found.iter().zip(&alone) {
