@@ -58,8 +58,8 @@ impl ExpertLoad {
         self.counts().dropped.as_mut().map(std::mem::take)
     }
 
-    /// Adds rows and dropped choices that an earlier stage of a pipeline has taken, for the next calls
-    /// of [`take`](Self::take) and [`take_dropped`](Self::take_dropped).
+    /// Adds rows and dropped choices that an earlier stage of a pipeline has taken, for the next
+    /// calls of [`take`](Self::take) and [`take_dropped`](Self::take_dropped).
     pub fn add_of_stage(&self, rows: &[f64], dropped: Option<f64>) {
         let counts = &mut *self.counts();
         counts.taken.iter_mut().zip(rows).for_each(|(sum, rows)| *sum += rows);

@@ -185,8 +185,8 @@ impl Suite<'_> {
         self.messages_begin_when_asked()
     }
 
-    /// A message that its sender does not wait for arrives once it has begun. The sender waits for an
-    /// answer in another group.
+    /// A message that its sender does not wait for arrives once it has begun. The sender waits for
+    /// an answer in another group.
     fn messages_begin_when_asked(&self) -> Result<()> {
         let partition: Vec<Vec<usize>> =
             std::iter::once(vec![0, 1]).chain((2..self.size()).map(|rank| vec![rank])).collect();

@@ -119,10 +119,10 @@ pub trait StageWork {
     ) -> Result<Option<Border>>;
 
     /// Computes a stage's backward of a micro-batch, whose forward it has computed. `grads` are the
-    /// gradients of the tensors that the forward returned and that
-    /// [take one](fulgurite_module::module::stage::BorderTensor::takes_gradient); `None` for the
-    /// last stage. Returns those of the input; `None` for the first stage. With `leaves_weights`, layers may leave gradients of
-    /// their weights for [`weights`](Self::weights).
+    /// gradients of the tensors that the forward returned and that [take
+    /// one](fulgurite_module::module::stage::BorderTensor::takes_gradient); `None` for the last
+    /// stage. Returns those of the input; `None` for the first stage. With `leaves_weights`, layers
+    /// may leave gradients of their weights for [`weights`](Self::weights).
     ///
     /// # Errors
     /// If the model fails.

@@ -32,8 +32,8 @@ pub enum PackedPart {
     /// elements, two a byte, the first in the upper half. `Int8`: `[.., rows, columns]`, the value
     /// plus 128.
     Codes,
-    /// In f32. `Nf4`: `[.., rows, 2]`, the mean of the row's scales and the largest distance from it.
-    /// `Int8`: `[.., rows, 1]`, the factor of the codes.
+    /// In f32. `Nf4`: `[.., rows, 2]`, the mean of the row's scales and the largest distance from
+    /// it. `Int8`: `[.., rows, 1]`, the factor of the codes.
     Scales,
 }
 
@@ -182,8 +182,8 @@ impl WeightFormat {
         })
     }
 
-    /// Unpacks codes and scales into a weight `[.., rows, columns]` in `dtype`, on the codes' device.
-    /// The codes may be a part of the weight's columns.
+    /// Unpacks codes and scales into a weight `[.., rows, columns]` in `dtype`, on the codes'
+    /// device. The codes may be a part of the weight's columns.
     ///
     /// The computation runs on the host. The same codes give the same bits in every part of the
     /// weight.
@@ -194,8 +194,8 @@ impl WeightFormat {
         self.unpack_where(codes, scales, dtype, |_| true)
     }
 
-    /// [`unpack`](Self::unpack) for the entries of the first dimension that are `wanted`. The values
-    /// of the others are zero.
+    /// [`unpack`](Self::unpack) for the entries of the first dimension that are `wanted`. The
+    /// values of the others are zero.
     ///
     /// # Errors
     /// As there.

@@ -3,8 +3,8 @@
 //!
 //! Operands are packed once per call ([`pack`]) into the layout of the instructions: tiles of 16
 //! rows or columns by 32 elements of the inner dimension, in pairs. Contiguous rows of a left
-//! operand are read in place if both sizes are multiples of 32 and the kernel can. With few rows the
-//! transpose is computed, so that columns of the right operand are read in place. Threads then
+//! operand are read in place if both sizes are multiples of 32 and the kernel can. With few rows
+//! the transpose is computed, so that columns of the right operand are read in place. Threads then
 //! compute parts of the result ([`driver`]), and round a part to bf16 when they store it
 //! ([`output`]).
 //!
@@ -73,8 +73,8 @@ pub fn bf16_products() -> &'static str {
     Bf16Gemm::of_cpu().map_or("f32", Bf16Gemm::name)
 }
 
-/// The CPU's bf16 products, or those of a plan, which computes none. The existence of a value proves
-/// that the CPU has the instructions.
+/// The CPU's bf16 products, or those of a plan, which computes none. The existence of a value
+/// proves that the CPU has the instructions.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Bf16Gemm(Instructions);
 
@@ -132,8 +132,8 @@ pub(crate) fn use_model() -> fulgurite_engine::execution::ContextGuard {
 }
 
 impl Bf16Gemm {
-    /// Returns the products to use, if any: the CPU's. In a plan for another device, the device's, so
-    /// that the plan does not depend on the CPU.
+    /// Returns the products to use, if any: the CPU's. In a plan for another device, the device's,
+    /// so that the plan does not depend on the CPU.
     pub(crate) fn available() -> Option<Self> {
         match dry_run::has_host() {
             true => Some(Self(Instructions::Skipped)),

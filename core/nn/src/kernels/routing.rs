@@ -134,8 +134,8 @@ impl Routing {
     }
 }
 
-/// The number of rows that have each expert among their `per_row` best, and the sum of each expert's
-/// scores (`[rows, experts]`, f32 or f64), in f64. Reads the scores once.
+/// The number of rows that have each expert among their `per_row` best, and the sum of each
+/// expert's scores (`[rows, experts]`, f32 or f64), in f64. Reads the scores once.
 pub(crate) fn counts_and_sums(scores: &Tensor, per_row: usize) -> Result<[Vec<f64>; 2]> {
     let (rows, experts) = scores.dims2()?;
     match dry_run::is_on() {

@@ -177,8 +177,8 @@ impl Fabric {
         self.seed
     }
 
-    /// Returns the strategy's pipeline, if ranks compute different stages of the model. `None` before
-    /// a model is set up.
+    /// Returns the strategy's pipeline, if ranks compute different stages of the model. `None`
+    /// before a model is set up.
     ///
     /// # Errors
     /// Within another call of the strategy.

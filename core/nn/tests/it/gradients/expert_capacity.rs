@@ -17,7 +17,7 @@ fn limited(config: &MixtureOfExpertsConfig, factor: f64) -> MixtureOfExpertsConf
 }
 
 #[test]
-fn dropped_choices_have_gradients_of_finite_differences() {
+fn drops_match_finite_differences() {
     let _scope = training().enter();
     let one = MixtureOfExpertsConfig::new([6, 4], 3, 1);
     for config in variants().iter().chain([&one]) {
