@@ -26,7 +26,8 @@ pub(crate) struct ModelSource {
     /// An adapter of the model, in PEFT's format
     #[arg(long, value_name = "DIR")]
     adapter: Option<PathBuf>,
-    /// A tokenizer.json, a folder with one, a repository in the local Hub cache, or `bytes`; by default the model's
+    /// A tokenizer.json, a folder with one, a repository in the local Hub cache, or `bytes`; by
+    /// default the model's
     #[arg(long, value_name = "FILE")]
     tokenizer: Option<String>,
     /// A chat template, or `chatml`; by default that of the tokenizer

@@ -1,9 +1,10 @@
 //! Messages between two members of a group.
 //!
 //! Messages begin together, in one NCCL group of calls, at the first wait for a message, the next
-//! collective, or when the group is asked to begin them. Otherwise ranks that all send first and then receive would wait for each other. Each
-//! pair of members has its own communicator and stream, made at its first message. So messages of
-//! different pairs wait neither for each other nor for collectives.
+//! collective, or when the group is asked to begin them. Otherwise ranks that all send first and
+//! then receive would wait for each other. Each pair of members has its own communicator and
+//! stream, made at its first message. So messages of different pairs wait neither for each other
+//! nor for collectives.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};

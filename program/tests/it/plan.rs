@@ -144,6 +144,22 @@ fn runs_take_what_was_planned() {
     }
 }
 
+/// The other ranks of a plan choose no tokens.
+#[test]
+fn plans_of_pipelines_leave_samples_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let sets = [
+        "trainer.devices=2",
+        r#"trainer.strategy={type="model_parallel",pipeline_parallel_size=2}"#,
+        r#"trainer.callbacks=[{type="samples",prompts=["a"],every_n_steps=1,max_new_tokens=1}]"#,
+    ];
+    let planned = |sets: &[&str]| last_object(&fulgurite("plan", dir.path(), sets, &["--json"]));
+    assert_eq!(
+        planned(&sets)["traffic_bytes_per_step"],
+        planned(&sets[..2])["traffic_bytes_per_step"]
+    );
+}
+
 /// Stages get what was given in the same step.
 #[test]
 fn stages_take_samples_of_any_length() {
@@ -278,8 +294,8 @@ fn search_finds_what_none_beats() {
     assert!(numbers("peak_bytes").is_sorted_by(smaller), "each slower one is smaller: {front:?}");
     let items = 2 * 8 * 64; // of 2 ranks
     assert!(numbers("items_per_step").iter().all(|&of| of as u64 == items), "{front:?}");
-    // The smallest has small micro-batches. Whether it also has its weights on the host has differed
-    // between CPUs.
+    // The smallest has small micro-batches. Whether it also has its weights on the host has
+    // differed between CPUs.
     let sets: Vec<String> = front.iter().map(|one| one["set"].to_string()).collect();
     assert!(sets[sets.len() - 1].contains("data.batch_size=2"), "{sets:?}");
     let offloaded = ["data.batch_size=2", "trainer.accumulate_grad_batches=4", "cpu_offload"];

@@ -84,8 +84,8 @@ impl MaskedAttention {
         Ok(exp.broadcast_div(&sum)?)
     }
 
-    /// The gradient of the scores times a factor, from `dp`, the gradient of the probabilities. Nobody
-    /// else uses `dp`.
+    /// The gradient of the scores times a factor, from `dp`, the gradient of the probabilities.
+    /// Nobody else uses `dp`.
     fn scores_backward(probabilities: &Tensor, dp: Tensor, factor: f64) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
         if cuda::masked_softmax_backward(probabilities, &dp, factor)? {

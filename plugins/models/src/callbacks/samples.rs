@@ -14,11 +14,10 @@ use crate::generation::{Generation, GenerationRanks, Generator, Prompt, Sampling
 use crate::modules::{CausalLm, Chat, Grpo, Kto, Preference};
 
 /// Prints answers to fixed prompts every some steps of a training of `causal_lm`, `chat`,
-/// `preference`, `kto` or `grpo`, and logs them as the text `samples`:
-/// `{ type = "samples", prompts = ["Once upon a time"] }`. For all but `causal_lm` a prompt is a
-/// user's message, in the data's chat template if there is one. All ranks generate the same answers.
-/// The data needs a tokenizer. Loggers get the answers of steps that are logged
-/// (`trainer.log_every_n_steps`).
+/// `preference`, `kto` or `grpo`, and logs them as the text `samples`: `{ type = "samples", prompts
+/// = ["Once upon a time"] }`. For all but `causal_lm` a prompt is a user's message, in the data's
+/// chat template if there is one. All ranks generate the same answers. The data needs a tokenizer.
+/// Loggers get the answers of steps that are logged (`trainer.log_every_n_steps`).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct SamplesConfig {

@@ -128,9 +128,9 @@ impl Decoder {
 
     /// Returns the cross entropy of `targets`, the tokens after `ids`; targets below 0 are ignored.
     ///
-    /// With [`balance`](super::ExpertsConfig::balance), adds its factor times the
-    /// [loss that balances experts](fulgurite_nn::load_balancing_loss) over the tokens of all layers to the mean.
-    /// Then collective over the ranks whose batches form the whole batch.
+    /// With [`balance`](super::ExpertsConfig::balance), adds its factor times the [loss that
+    /// balances experts](fulgurite_nn::load_balancing_loss) over the tokens of all layers to the
+    /// mean. Then collective over the ranks whose batches form the whole batch.
     ///
     /// # Errors
     /// As [`forward`](Self::forward), and if a peer fails.

@@ -29,8 +29,8 @@ pub struct Generator<'a> {
 impl Decoder {
     /// Returns the answers to these prompts, in order: [`samples`](Generation::samples) of each.
     ///
-    /// All ranks give the same prompts. A [`Generator`] takes other prompts on each rank. Collective
-    /// if the model is sharded.
+    /// All ranks give the same prompts. A [`Generator`] takes other prompts on each rank.
+    /// Collective if the model is sharded.
     ///
     /// # Errors
     /// As [`Generator::generate`].

@@ -153,8 +153,8 @@ fn train_packed(
     Ok(runs.swap_remove(0))
 }
 
-/// Meshes that train a model's experts: `first` on two ranks, and others. Ranks, and how many of them
-/// have batches of their own.
+/// Meshes that train a model's experts: `first` on two ranks, and others. Ranks, and how many of
+/// them have batches of their own.
 fn meshes(name: &str, first: &'static str) -> Vec<([usize; 2], &'static str)> {
     let mut meshes = vec![
         ([2, 2], first),
@@ -208,8 +208,8 @@ fn ranks_train_adapters_as_one_device() {
     }
 }
 
-/// Beside experts in four and in eight bits. The same training beside the unpacked values, which the
-/// checkpoint gives a model without quantisation, has the same bits.
+/// Beside experts in four and in eight bits. The same training beside the unpacked values, which
+/// the checkpoint gives a model without quantisation, has the same bits.
 #[test]
 fn quantised_experts_compute_as_unpacked_ones() {
     let temp = tempfile::tempdir().unwrap();

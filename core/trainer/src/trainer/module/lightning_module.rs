@@ -209,8 +209,8 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
         true
     }
 
-    /// Returns whether [`predict_step`](Self::predict_step) runs its forwards through the stages of a
-    /// pipeline by itself ([`Fabric::pipeline`](crate::fabric::Fabric::pipeline)), because it
+    /// Returns whether [`predict_step`](Self::predict_step) runs its forwards through the stages of
+    /// a pipeline by itself ([`Fabric::pipeline`](crate::fabric::Fabric::pipeline)), because it
     /// computes the model more than once. All ranks of the pipeline then call it together. Its
     /// result counts on the ranks of the last stage.
     fn predicts_in_stages(&self) -> bool {
@@ -257,8 +257,8 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
         Vec::new()
     }
 
-    /// Returns the JSON of each row of the last [`predict_step`](Self::predict_step)'s output, which
-    /// files of JSON lines have as `outputs`. By default `None`: they have the row's numbers.
+    /// Returns the JSON of each row of the last [`predict_step`](Self::predict_step)'s output,
+    /// which files of JSON lines have as `outputs`. By default `None`: they have the row's numbers.
     fn output_values(&self) -> Option<&[serde_json::Value]> {
         None
     }
