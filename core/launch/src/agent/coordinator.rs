@@ -298,12 +298,14 @@ impl Coordinator {
         }
         let asked: Option<i32> = read(&*self.store, &keys::interrupt(attempt.number));
         may_go_on &= asked.is_none();
+        // After a loss all agents that are there are needed at once.
+        let settled = if changes.is_loss() { Duration::ZERO } else { SETTLED };
         let comes = |agent: &u64, known: &Known| {
             attempt.place(*agent).is_none()
                 && self.lives(known)
                 && known.member.devices > 0
                 && !known.left_out
-                && known.since.elapsed() >= SETTLED
+                && known.since.elapsed() >= settled
                 && self.lost_hosts.get(&known.member.host).copied().unwrap_or(0) <= MAX_HOST_LOSSES
         };
         let come = self.agents.iter().filter(|(agent, known)| comes(agent, known));
@@ -361,9 +363,10 @@ impl Coordinator {
                 None => return Ok(Next::Nothing),
             }
         }
-        // The agent of rank 0 alone knows of its work.
+        // The agent of rank 0 alone knows of its work. All agents may be gone before they have told it.
+        let before = attempt.generation.as_ref().map(|generation| &generation.going_on);
         let known = all_told.iter().find(|told| told.work.is_some()).or(all_told.first());
-        let Some(going_on) = known.cloned() else { return Ok(Next::Nothing) };
+        let Some(going_on) = known.or(before).cloned() else { return Ok(Next::Nothing) };
         let (changes, may_go_on) = self.changes(attempt);
         if !changes.is_loss() && (changes.come.is_empty() || !may_go_on) {
             return Ok(Next::Nothing);
@@ -384,6 +387,8 @@ impl Coordinator {
                 return Ok(Next::Generation(Box::new(next.0), next.1));
             }
             // The loss of a node, which is not a rank's end, is noticed below.
+            // An agent that has come may be admitted soon.
+            Err(Refusal::TooFew(_)) if !self.contenders.is_empty() => return Ok(Next::Later),
             Err(_) if changes.lost.is_empty() && !cannot_join => return Ok(Next::Nothing),
             Err(Refusal::TooFew(why)) => format!(", and the job cannot go on: {why}"),
             Err(Refusal::Unchanged | Refusal::Over) => String::new(),
@@ -429,6 +434,10 @@ impl Coordinator {
             if verdict.is_none() {
                 match self.next_generation(attempt, restarts)? {
                     Next::Nothing => {}
+                    Next::Later => {
+                        std::thread::sleep(POLL);
+                        continue;
+                    }
                     Next::Generation(next, restarts) => {
                         return Ok(Watched::GoesOn(next, restarts));
                     }
@@ -511,6 +520,8 @@ impl Coordinator {
 enum Next {
     /// As before.
     Nothing,
+    /// It may with agents that have come, and are not admitted yet.
+    Later,
     /// In this generation, with the number of new processes of each of its ranks.
     Generation(Box<Attempt>, Vec<u64>),
     /// Not: this rank's loss ends it.
