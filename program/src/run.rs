@@ -44,9 +44,10 @@ pub(crate) struct Run {
     /// This node's place among the nodes; by default in the order in which they come
     #[arg(long, alias = "node_rank", value_name = "R")]
     node_rank: Option<usize>,
-    /// Where the nodes' agents meet: an address of one of the hosts, and a free port there
-    #[arg(long, alias = "rdzv_endpoint", value_name = "HOST[:PORT]")]
-    rdzv_endpoint: Option<Endpoint>,
+    /// Where the nodes' agents meet: an address of one of the hosts, and a free port there; or of three
+    /// or five hosts, separated by commas, of which fewer than half may be lost
+    #[arg(long, alias = "rdzv_endpoint", value_name = "HOST[:PORT]", value_delimiter = ',')]
+    rdzv_endpoint: Vec<Endpoint>,
     /// As `--rdzv-endpoint`, in two parts; the port is 29500 by default
     #[arg(long, alias = "master_addr", value_name = "HOST", conflicts_with = "rdzv_endpoint")]
     master_addr: Option<String>,
@@ -106,11 +107,11 @@ impl Run {
                 ))
             })?,
         };
-        let endpoint = match self.master_addr {
+        let endpoints = match self.master_addr {
             Some(host) => {
                 let port = self.master_port.unwrap_or(MASTER_PORT);
                 let host = if host.contains(':') { format!("[{host}]") } else { host };
-                Some(format!("{host}:{port}").parse()?)
+                vec![format!("{host}:{port}").parse()?]
             }
             None => self.rdzv_endpoint,
         };
@@ -120,7 +121,7 @@ impl Run {
             devices,
             nodes: self.nnodes,
             node_rank: self.node_rank,
-            endpoint,
+            endpoints,
             local_address: self.local_addr,
             id: self.rdzv_id,
             max_restarts: self.max_restarts,

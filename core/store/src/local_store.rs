@@ -51,6 +51,10 @@ impl Store for LocalStore {
         self.table.add(key, amount).map_err(Error::Launch)
     }
 
+    fn compare_set(&self, key: &str, expected: Option<&[u8]>, value: &[u8]) -> Result<bool> {
+        self.table.compare_set(key, expected, value.to_owned()).map_err(Error::Launch)
+    }
+
     fn report_failure(&self, message: &str) -> Result<()> {
         self.table.fail(self.rank, message);
         Ok(())
@@ -100,6 +104,16 @@ mod tests {
         let error = store.get("nobody", Duration::from_secs(60)).unwrap_err();
         insta::assert_snapshot!(error, @"rank 0 failed: first");
         assert_eq!(store.get("word", Duration::ZERO).unwrap(), b"abc", "what is there is given");
+    }
+
+    #[test]
+    fn values_are_set_by_comparison() {
+        let store = LocalStore::new();
+        assert!(!store.compare_set("seat", Some(b"a"), b"b").unwrap());
+        assert!(store.compare_set("seat", None, b"a").unwrap());
+        assert!(!store.compare_set("seat", None, b"b").unwrap(), "it has a value");
+        assert!(store.compare_set("seat", Some(b"a"), b"b").unwrap());
+        assert_eq!(store.get("seat", Duration::ZERO).unwrap(), b"b");
     }
 
     #[test]

@@ -175,6 +175,22 @@ impl Table {
         })
     }
 
+    /// Sets a value if the present one is `expected`; fails with a message if the store is full.
+    pub(super) fn compare_set(
+        &self,
+        key: &str,
+        expected: Option<&[u8]>,
+        value: Vec<u8>,
+    ) -> Result<bool, String> {
+        self.change(|state| {
+            let is_expected = state.values.get(key).map(Vec::as_slice) == expected;
+            if is_expected {
+                state.set(key, value)?;
+            }
+            Ok(is_expected)
+        })
+    }
+
     /// Records a rank's first failure, and returns the job's first failure.
     pub(super) fn fail(&self, rank: usize, message: &str) -> Failure {
         let message = cut(message, MAX_MESSAGE_BYTES);

@@ -1,13 +1,14 @@
-//! An agent's view of the others: a thread that polls the agents' store and writes to it.
+//! An agent's view of the others: a thread that polls the agents' store and writes to it. With another
+//! coordinator the agents have another store, to which the thread writes everything again.
 
-use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::plan::{Attempt, End, Losses, Over, Stop};
+use super::plan::{Attempt, End, Losses, Member, Over, Stop};
+use super::seats::{Seats, TermStore};
 use crate::link::GoingOn;
 use crate::{Error, Result};
 use fulgurite_error::advice;
@@ -29,15 +30,16 @@ pub(super) fn write<T: Serialize>(store: &dyn Store, key: &str, value: &T) -> Re
 
 /// The keys of the agents' store.
 pub(super) mod keys {
-    /// Number of agents that have joined.
+    /// How often an agent has come.
     pub(crate) const AGENTS: &str = "agents";
     /// The current attempt.
     pub(crate) const ATTEMPT: &str = "attempt";
     /// The end of the job.
     pub(crate) const OVER: &str = "over";
 
-    pub(crate) fn member(agent: u64) -> String {
-        format!("agent/{agent}")
+    /// The agent that was the `number`th to come: its id and its `Member`.
+    pub(crate) fn comer(number: u64) -> String {
+        format!("agent/{number}")
     }
 
     /// Confirms that an agent knows about the end of the job.
@@ -96,7 +98,7 @@ pub(super) mod keys {
 }
 
 /// The content of the agents' store.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub(super) struct Seen {
     pub(super) attempt: Option<Attempt>,
     /// The address at which its ranks meet.
@@ -110,133 +112,235 @@ pub(super) struct Seen {
     pub(super) over: Option<Over>,
     /// The reason why this agent is refused.
     pub(super) refused: Option<String>,
-    /// Time of the store's last answer.
-    pub(super) heard: Instant,
 }
 
-type Task = Box<dyn FnOnce(&dyn Store) + Send>;
+/// The polling threads and the content that they have read.
+pub(super) struct Board(Arc<Shared>);
 
-/// The polling thread and the content that it has read.
-pub(super) struct Board {
-    seen: Arc<Mutex<Seen>>,
-    tasks: Sender<Task>,
+struct Shared {
+    seats: Arc<Seats>,
+    agent: u64,
+    member: Member,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    seen: Seen,
+    /// What this agent has said, in order.
+    said: Vec<Said>,
+    /// Number of the first of it that is not forgotten.
+    first: usize,
+    /// Number of the first of it that the present coordinator does not know.
+    untold: usize,
+    /// The term of the present coordinator.
+    term: u64,
+    ended: bool,
+}
+
+struct Said {
+    attempt: u64,
+    key: String,
+    value: Vec<u8>,
 }
 
 impl Board {
-    pub(super) fn new(store: Arc<dyn Store>, agent: u64) -> Result<Self> {
-        let seen = Arc::new(Mutex::new(Seen {
-            attempt: None,
-            address: None,
-            stop: None,
-            interrupt: None,
-            kill: false,
-            over: None,
-            refused: None,
-            heard: Instant::now(),
-        }));
-        let (tasks, queue) = channel::<Task>();
-        let run = {
-            let seen = seen.clone();
-            move || {
-                let (mut beats, mut beaten) = (0_u64, None::<Instant>);
-                loop {
-                    match queue.recv_timeout(POLL) {
-                        Ok(task) => task(&*store),
-                        Err(RecvTimeoutError::Timeout) => {}
-                        Err(RecvTimeoutError::Disconnected) => return,
-                    }
-                    if beaten.is_none_or(|at| at.elapsed() >= BEAT) {
-                        (beats, beaten) = (beats + 1, Some(Instant::now()));
-                        // A failure shows in the reads below.
-                        let _ = write(&*store, &keys::beat(agent), &beats);
-                    }
-                    look(&*store, agent, &seen);
-                }
-            }
-        };
-        std::thread::Builder::new()
-            .name("agents".to_owned())
-            .spawn(run)
-            .map_err(|e| Error::Launch(format!("starting a thread: {e}{}", advice(&e))))?;
-        Ok(Self { seen, tasks })
+    /// Makes the agent known to the coordinator, now and whenever it is another one.
+    pub(super) fn new(seats: Arc<Seats>, agent: u64, member: Member) -> Result<Self> {
+        let (state, changed) = (Mutex::default(), Condvar::new());
+        let shared = Arc::new(Shared { seats, agent, member, state, changed });
+        let shared_for_thread = shared.clone();
+        start(move || shared_for_thread.follow_coordinators())?;
+        Ok(Self(shared))
     }
 
     /// Returns the content read last.
     pub(super) fn seen(&self) -> Seen {
-        lock(&self.seen).clone()
+        self.0.lock().seen.clone()
     }
 
     /// Publishes the address at which the ranks of an attempt meet.
     pub(super) fn tell_address(&self, attempt: u64, address: (String, u16)) {
-        self.post(move |store| drop(write(store, &keys::address(attempt), &address)));
+        self.say(attempt, keys::address(attempt), &address);
     }
 
     /// Publishes that the ranks of an attempt are asked to end.
     pub(super) fn tell_interrupt(&self, attempt: u64, signal: i32) {
-        self.post(move |store| drop(write(store, &keys::interrupt(attempt), &signal)));
+        self.say(attempt, keys::interrupt(attempt), &signal);
     }
 
     /// Publishes that the ranks of an attempt must end at once.
     pub(super) fn tell_kill(&self, attempt: u64) {
-        self.post(move |store| drop(write(store, &keys::kill(attempt), &true)));
+        self.say(attempt, keys::kill(attempt), &true);
     }
 
     /// Publishes how the job goes on after a loss.
     pub(super) fn tell_going_on(&self, attempt: u64, agent: u64, going_on: GoingOn) {
-        self.post(move |store| drop(write(store, &keys::going_on(attempt, agent), &going_on)));
+        self.say(attempt, keys::going_on(attempt, agent), &going_on);
     }
 
     /// Publishes which of this node's ranks are lost.
     pub(super) fn tell_losses(&self, attempt: u64, agent: u64, losses: Losses) {
-        self.post(move |store| drop(write(store, &keys::losses(attempt, agent), &losses)));
+        self.say(attempt, keys::losses(attempt, agent), &losses);
     }
 
     /// Publishes the end of this node's first failed rank.
     pub(super) fn tell_failing(&self, attempt: u64, agent: u64, failed: (String, i32)) {
-        self.post(move |store| drop(write(store, &keys::failing(attempt, agent), &failed)));
+        self.say(attempt, keys::failing(attempt, agent), &failed);
     }
 
     /// Publishes the end of this node's ranks.
     pub(super) fn tell_end(&self, attempt: u64, agent: u64, end: End) {
-        self.post(move |store| drop(write(store, &keys::end(attempt, agent), &end)));
+        self.say(attempt, keys::end(attempt, agent), &end);
     }
 
     /// Confirms that this agent knows about the end of the job. Waits at most `limit`.
-    pub(super) fn say_bye(&self, agent: u64, limit: Duration) {
-        let (said, done) = channel();
-        self.post(move |store| {
-            let _ = write(store, &keys::bye(agent), &true);
-            let _ = said.send(());
-        });
-        let _ = done.recv_timeout(limit);
+    pub(super) fn say_bye(&self, limit: Duration) {
+        self.say(u64::MAX, keys::bye(self.0.agent), &true);
+        let until = Instant::now() + limit;
+        let mut state = self.0.lock();
+        while state.untold < state.first + state.said.len() && Instant::now() < until {
+            state = self.0.wait(state, POLL);
+        }
     }
 
-    fn post(&self, task: impl FnOnce(&dyn Store) + Send + 'static) {
-        // The thread ends only after its sender is dropped.
-        let _ = self.tasks.send(Box::new(task));
+    /// Tells something about an attempt.
+    fn say<T: Serialize>(&self, attempt: u64, key: String, value: &T) {
+        let value = serde_json::to_vec(value).expect("what agents say is JSON");
+        let mut state = self.0.lock();
+        // What was said of earlier attempts does not matter any more, once the coordinator knows it.
+        let old = state.said.iter().take_while(|said| said.attempt.saturating_add(1) < attempt);
+        let old = old.count().min(state.untold - state.first);
+        state.said.drain(..old);
+        state.first += old;
+        state.said.push(Said { attempt, key, value });
+        self.0.changed.notify_all();
     }
 }
 
-fn lock(seen: &Mutex<Seen>) -> MutexGuard<'_, Seen> {
-    seen.lock().expect("no panic while looking")
+impl Drop for Board {
+    fn drop(&mut self) {
+        self.0.lock().ended = true;
+        self.0.changed.notify_all();
+    }
 }
 
-fn look(store: &dyn Store, agent: u64, seen: &Mutex<Seen>) {
-    // Any request tells whether the store answers.
-    if store.add(keys::AGENTS, 0).is_err() {
-        return;
+fn start(run: impl FnOnce() + Send + 'static) -> Result<()> {
+    let thread = std::thread::Builder::new().name("agents".to_owned()).spawn(run);
+    thread.map(drop).map_err(|e| Error::Launch(format!("starting a thread: {e}{}", advice(&e))))
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
-    let attempt: Option<Attempt> = read(store, keys::ATTEMPT);
-    let number = attempt.as_ref().map_or(0, |attempt| attempt.number);
-    let next = Seen {
-        attempt,
-        address: read(store, &keys::address(number)),
-        stop: read(store, &keys::stop(number)),
-        interrupt: read(store, &keys::interrupt(number)),
-        kill: read(store, &keys::kill(number)).unwrap_or_default(),
-        over: read(store, keys::OVER),
-        refused: read(store, &keys::refused(agent)),
-        heard: Instant::now(),
-    };
-    *lock(seen) = next;
+
+    fn wait<'a>(&self, state: MutexGuard<'a, State>, within: Duration) -> MutexGuard<'a, State> {
+        self.changed.wait_timeout(state, within).unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    /// Starts a thread for each coordinator. The one of a lost coordinator may wait for its answer.
+    fn follow_coordinators(self: Arc<Self>) {
+        let mut last = 0;
+        while !self.lock().ended {
+            if let Some((term, _)) = self.seats.coordinator()
+                && term > last
+            {
+                let mut state = self.lock();
+                (state.term, state.untold) = (term, state.first);
+                drop(state);
+                let shared = self.clone();
+                // Without a thread now, the next round tries again.
+                if start(move || shared.talk(term)).is_ok() {
+                    last = term;
+                }
+            }
+            drop(self.wait(self.lock(), POLL));
+        }
+    }
+
+    /// Tells one coordinator everything, and reads what it says, until there is another one.
+    fn talk(&self, term: u64) {
+        let (mut beats, mut beaten) = (0_u64, None::<Instant>);
+        let mut is_known = false;
+        loop {
+            let state = self.lock();
+            if state.ended || state.term != term {
+                return;
+            }
+            drop(state);
+            let mut answers = false;
+            if let Some((current, store)) = self.seats.coordinator()
+                && current == term
+            {
+                is_known = is_known || self.come(&store).is_ok();
+                if is_known {
+                    answers = self.tell(&store, term);
+                    if beaten.is_none_or(|at| at.elapsed() >= BEAT) {
+                        (beats, beaten) = (beats + 1, Some(Instant::now()));
+                        // A failure shows in the reads below.
+                        let _ = write(&store, &keys::beat(self.agent), &beats);
+                    }
+                    self.look(&store, term);
+                }
+            }
+            let state = self.lock();
+            if !answers {
+                drop(state);
+                std::thread::sleep(POLL);
+            } else if state.untold == state.first + state.said.len() {
+                drop(self.wait(state, POLL));
+            }
+        }
+    }
+
+    /// Makes this agent known.
+    fn come(&self, store: &TermStore) -> Result<()> {
+        let number = store.add(keys::AGENTS, 1)?.unsigned_abs() - 1;
+        write(store, &keys::comer(number), &(self.agent, &self.member))
+    }
+
+    /// Tells what this agent has said since the last time. Returns whether the store answers.
+    fn tell(&self, store: &TermStore, term: u64) -> bool {
+        loop {
+            let state = self.lock();
+            let Some(said) = state.said.get(state.untold - state.first) else { return true };
+            let (number, key, value) = (state.untold, said.key.clone(), said.value.clone());
+            drop(state);
+            if store.set(&key, &value).is_err() {
+                return false;
+            }
+            let mut state = self.lock();
+            if state.term != term {
+                return true;
+            }
+            state.untold = state.untold.max(number + 1);
+            self.changed.notify_all();
+        }
+    }
+
+    fn look(&self, store: &TermStore, term: u64) {
+        // Any request tells whether the store answers.
+        if store.add(keys::AGENTS, 0).is_err() {
+            return;
+        }
+        let attempt: Option<Attempt> = read(store, keys::ATTEMPT);
+        let number = attempt.as_ref().map_or(0, |attempt| attempt.number);
+        let seen = Seen {
+            address: read(store, &keys::address(number)),
+            stop: read(store, &keys::stop(number)),
+            interrupt: read(store, &keys::interrupt(number)),
+            kill: read(store, &keys::kill(number)).unwrap_or_default(),
+            over: read(store, keys::OVER),
+            refused: read(store, &keys::refused(self.agent)),
+            attempt,
+        };
+        // A new coordinator has not said anything yet.
+        let says = seen.attempt.is_some() || seen.over.is_some() || seen.refused.is_some();
+        let mut state = self.lock();
+        if says && state.term == term {
+            state.seen = seen;
+        }
+    }
 }

@@ -1,16 +1,16 @@
 //! The coordinator: chooses the agents of each attempt and decides what follows its end. Runs on a
-//! thread of the agent that hosts the store.
+//! thread of an agent that hosts a seat of the rendezvous.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::board::{keys, read, write};
-use super::endpoint::Meeting;
 use super::generation::{self, Changes, Refusal};
 use super::options::{AgentOptions, Nodes};
 use super::plan::{Attempt, Cause, End, Generation, Losses, Member, Node, Over, Stop, nodes};
+use super::seats::{Decision, Seats, TermStore};
 use super::stores;
 use crate::Result;
 use crate::link::{AgentLink, GoingOn};
@@ -34,10 +34,12 @@ const MAX_HOST_LOSSES: u64 = 3;
 /// An agent that has joined.
 struct Known {
     member: Member,
+    /// Its place in the order of joining.
+    order: usize,
     since: Instant,
-    /// Its last heartbeat, and when it was received.
+    /// Its last heartbeat, and when it was received; `None` if it is the lost coordinator's.
     beat: u64,
-    heard: Instant,
+    heard: Option<Instant>,
     refused: bool,
     /// Whether an elastic job goes on without its ranks, of which one was lost too often.
     left_out: bool,
@@ -52,52 +54,112 @@ struct Contender {
 }
 
 pub(super) struct Coordinator {
-    store: Arc<dyn Store>,
+    seats: Arc<Seats>,
+    store: TermStore,
     options: AgentOptions,
     agents: BTreeMap<u64, Known>,
+    /// The comers that are admitted, or refused.
+    admitted: BTreeSet<u64>,
     contenders: BTreeMap<u64, Contender>,
     /// How often an elastic job has lost each host.
     lost_hosts: BTreeMap<String, u64>,
+    /// This agent, and its host.
+    own: (u64, String),
     /// This host's address, and the job's secret.
     address: IpAddr,
     secret: String,
+    decided: Option<Decision>,
+    /// The host of the coordinator before, whose store the ranks of the present generation used.
+    lost_coordinator: Option<String>,
+}
+
+/// Waits until this agent is to coordinate the job, and does so to its end. `own` is the agent and its
+/// host.
+///
+/// # Errors
+/// If the agents' store is gone, and with it this agent; or if the others may go on without this
+/// coordinator.
+pub(super) fn coordinate(
+    seats: Arc<Seats>,
+    (address, secret): (&str, &str),
+    options: AgentOptions,
+    own: (u64, String),
+) -> Result<()> {
+    let Some((store, before)) = seats.win()? else { return Ok(()) };
+    let mut coordinator = Coordinator {
+        seats,
+        store,
+        options,
+        agents: BTreeMap::new(),
+        admitted: BTreeSet::new(),
+        contenders: BTreeMap::new(),
+        lost_hosts: BTreeMap::new(),
+        own,
+        address: address.parse().unwrap_or(Ipv4Addr::LOCALHOST.into()),
+        secret: secret.to_owned(),
+        decided: None,
+        lost_coordinator: None,
+    };
+    let attempt = before.map(|before| coordinator.take_over(before));
+    coordinator.run(attempt)
 }
 
 impl Coordinator {
-    pub(super) fn new(meeting: &Meeting, options: AgentOptions) -> Self {
-        Self {
-            store: meeting.store.clone(),
-            options,
-            agents: BTreeMap::new(),
-            contenders: BTreeMap::new(),
-            lost_hosts: BTreeMap::new(),
-            address: meeting.address.parse().unwrap_or(Ipv4Addr::LOCALHOST.into()),
-            secret: meeting.secret.clone(),
+    /// Goes on in the place of a coordinator that is lost.
+    fn take_over(&mut self, before: Decision) -> (Attempt, Vec<u64>) {
+        let (lost, host) = &before.coordinator;
+        print_message(&format!(
+            "warning: the agent that coordinated the job, on {host}, is lost. This agent coordinates it now"
+        ));
+        let now = Instant::now();
+        for (order, (agent, member, left_out)) in before.agents.iter().enumerate() {
+            // Others may need as long as this agent to notice the loss.
+            let heard = (agent != lost).then(|| now + self.options.keep_alive);
+            let (member, left_out, refused) = (member.clone(), *left_out, false);
+            let known = Known { member, order, since: now, beat: 0, heard, refused, left_out };
+            self.agents.insert(*agent, known);
         }
+        self.lost_hosts.clone_from(&before.lost_hosts);
+        self.lost_coordinator = before.attempt.generation.as_ref().map(|_| host.clone());
+        let attempt = (before.attempt.clone(), before.restarts.clone());
+        self.decided = Some(before);
+        attempt
     }
 
-    /// Runs the job's attempts. An error means that the store, and with it this agent, is gone.
-    pub(super) fn run(&mut self) -> Result<()> {
+    /// Runs the job's attempts, the first of which may have begun.
+    fn run(&mut self, mut begun: Option<(Attempt, Vec<u64>)>) -> Result<()> {
+        if let Some(over) = self.decided.as_ref().and_then(|decided| decided.over.clone()) {
+            return write(&self.store, keys::OVER, &over);
+        }
         // Unique, so that nothing left by an earlier job of the same name is resumed.
         let random =
             || -> Result<String> { Ok(JobKey::random_secret()?.chars().take(12).collect()) };
-        let (id, log_name) = match self.options.id.clone() {
-            Some(id) => (id.clone(), format!("{id}_{}", random()?)),
-            None => random().map(|id| (id.clone(), id))?,
+        let (id, log_name) = match (&begun, self.options.id.clone()) {
+            (Some((attempt, _)), _) => (attempt.id.clone(), attempt.log_name.clone()),
+            (None, Some(id)) => (id.clone(), format!("{id}_{}", random()?)),
+            (None, None) => random().map(|id| (id.clone(), id))?,
         };
         let (mut restarts, mut number) = (0, 1);
         loop {
-            let gathered = self.gather(number == 1)?;
-            let agents = match gathered {
-                Ok(agents) => agents,
-                Err(message) => return self.over(1, Some(message)),
+            let (last, end) = match begun.take() {
+                Some((attempt, of_ranks)) => {
+                    restarts = attempt.restarts;
+                    self.watch_generations(attempt, of_ranks, true)?
+                }
+                None => {
+                    let agents = match self.gather(number == 1)? {
+                        Ok(agents) => agents,
+                        Err(message) => return self.over(1, Some(message)),
+                    };
+                    let nodes = nodes(&agents, self.options.nodes.most);
+                    let (id, log_name) = (id.clone(), log_name.clone());
+                    let (store, generation) = ((String::new(), 0), None);
+                    let attempt =
+                        Attempt { id, log_name, number, restarts, nodes, store, generation };
+                    let of_ranks = vec![0; attempt.world_size()];
+                    self.watch_generations(attempt, of_ranks, false)?
+                }
             };
-            let nodes = nodes(&agents, self.options.nodes.most);
-            let (id, log_name) = (id.clone(), log_name.clone());
-            let store = (String::new(), 0);
-            let attempt =
-                Attempt { id, log_name, number, restarts, nodes, store, generation: None };
-            let (last, end) = self.watch_generations(attempt)?;
             number = last + 1;
             let (message, code) = match end {
                 End::Well => return self.over(0, None),
@@ -116,52 +178,99 @@ impl Coordinator {
     }
 
     /// Runs an attempt, and those in which an elastic job goes on. Returns the number of the last
-    /// one, and its end.
-    fn watch_generations(&mut self, mut attempt: Attempt) -> Result<(u64, End)> {
-        let mut restarts = vec![0; attempt.world_size()];
+    /// one, and its end. `restarts` has the number of new processes of each rank, and `has_begun` tells
+    /// whether an earlier coordinator has decided on the attempt.
+    fn watch_generations(
+        &mut self,
+        mut attempt: Attempt,
+        mut restarts: Vec<u64>,
+        mut has_begun: bool,
+    ) -> Result<(u64, End)> {
         // A process that starts slowly may still look for the store of an earlier generation.
         let mut stores = VecDeque::new();
         loop {
-            let key = AgentLink::job_key_of(&self.secret, &attempt.id, attempt.number);
-            let store = stores::bind(self.address, key, attempt.world_size())?;
-            attempt.store = (self.address.to_string(), store.address().port());
-            stores.push_back(store);
-            stores.drain(..stores.len().saturating_sub(KEPT_STORES));
-            write(&*self.store, keys::ATTEMPT, &attempt)?;
+            if !std::mem::take(&mut has_begun) {
+                let key = AgentLink::job_key_of(&self.secret, &attempt.id, attempt.number);
+                let store = stores::bind(self.address, key, attempt.world_size())?;
+                attempt.store = (self.address.to_string(), store.address().port());
+                stores.push_back(store);
+                stores.drain(..stores.len().saturating_sub(KEPT_STORES));
+                self.decide(&attempt, &restarts)?;
+            }
+            write(&self.store, keys::ATTEMPT, &attempt)?;
             match self.watch(&attempt, &restarts)? {
                 Watched::End(end) => return Ok((attempt.number, end)),
                 Watched::GoesOn(next, next_restarts) => {
                     say_going_on(&next);
                     (attempt, restarts) = (*next, next_restarts);
+                    self.lost_coordinator = None;
                 }
             }
         }
     }
 
+    /// Decides on an attempt, before any agent hears of it.
+    fn decide(&mut self, attempt: &Attempt, restarts: &[u64]) -> Result<()> {
+        let mut agents: Vec<_> = self.agents.iter().filter(|(_, known)| !known.refused).collect();
+        agents.sort_by_key(|(_, known)| known.order);
+        let agents = agents.into_iter();
+        let decision = Decision {
+            attempt: attempt.clone(),
+            restarts: restarts.to_vec(),
+            agents: agents
+                .map(|(agent, known)| (*agent, known.member.clone(), known.left_out))
+                .collect(),
+            lost_hosts: self.lost_hosts.clone(),
+            coordinator: self.own.clone(),
+            over: None,
+        };
+        self.decided = Some(decision.clone());
+        self.seats.decide(decision)
+    }
+
     fn over(&self, code: i32, message: Option<String>) -> Result<()> {
-        write(&*self.store, keys::OVER, &Over { code, message })
+        let over = Over { code, message };
+        if let Some(decided) = self.decided.clone() {
+            self.seats.decide(Decision { over: Some(over.clone()), ..decided })?;
+        }
+        write(&self.store, keys::OVER, &over)
     }
 
     /// Records newly joined agents and heartbeats.
     fn look(&mut self) -> Result<()> {
+        self.seats.check()?;
         let come = self.store.add(keys::AGENTS, 0)?.unsigned_abs();
-        for agent in 0..come {
-            if let Some(known) = self.agents.get_mut(&agent) {
-                if let Some(beat) = read(&*self.store, &keys::beat(agent))
-                    && beat != known.beat
-                {
-                    (known.beat, known.heard) = (beat, Instant::now());
+        for number in (0..come).filter(|number| !self.admitted.contains(number)).collect::<Vec<_>>()
+        {
+            let Some((agent, member)) = read::<(u64, Member)>(&self.store, &keys::comer(number))
+            else {
+                continue;
+            };
+            let is_done = match self.agents.get_mut(&agent) {
+                // The coordinator before has admitted it.
+                Some(known) => {
+                    known.heard = Some(Instant::now());
+                    true
                 }
-            } else if let Some(member) = read::<Member>(&*self.store, &keys::member(agent)) {
-                self.admit(agent, member)?;
+                None => self.admit(agent, member)?,
+            };
+            if is_done {
+                self.admitted.insert(number);
+            }
+        }
+        for (agent, known) in &mut self.agents {
+            if let Some(beat) = read(&self.store, &keys::beat(*agent))
+                && beat != known.beat
+            {
+                (known.beat, known.heard) = (beat, Some(Instant::now()));
             }
         }
         Ok(())
     }
 
     /// Admits an agent, refuses it, or lets it wait until the holder of its node rank shows life or
-    /// not.
-    fn admit(&mut self, agent: u64, member: Member) -> Result<()> {
+    /// not. Returns whether it has not to wait.
+    fn admit(&mut self, agent: u64, member: Member) -> Result<bool> {
         let mut refusal = self.refusal(&member);
         if let (None, Some(rival)) = (&refusal, self.rival(&member)) {
             let known = &self.agents[&rival];
@@ -172,8 +281,8 @@ impl Coordinator {
             });
             // One heartbeat may have been under way.
             let lives = contender.rival != rival || known.beat > contender.beats + 1;
-            if !lives && known.heard.elapsed() < YIELDS {
-                return Ok(());
+            if !lives && known.heard.is_some_and(|heard| heard.elapsed() < YIELDS) {
+                return Ok(false);
             }
             let node_rank = contender.member.node_rank.unwrap_or_default();
             if lives {
@@ -193,19 +302,21 @@ impl Coordinator {
             }
         }
         self.contenders.remove(&agent);
-        let now = Instant::now();
-        self.agents.insert(
-            agent,
-            Known { member, since: now, beat: 0, heard: now, refused: false, left_out: false },
-        );
-        refusal.map_or(Ok(()), |why| self.refuse(agent, &why))
+        let (order, now) = (self.agents.len(), Instant::now());
+        let (heard, refused, left_out) = (Some(now), false, false);
+        let known = Known { member, order, since: now, beat: 0, heard, refused, left_out };
+        self.agents.insert(agent, known);
+        if let Some(why) = refusal {
+            self.refuse(agent, &why)?;
+        }
+        Ok(true)
     }
 
     fn refuse(&mut self, agent: u64, why: &str) -> Result<()> {
         if let Some(known) = self.agents.get_mut(&agent) {
             known.refused = true;
         }
-        write(&*self.store, &keys::refused(agent), &why)
+        write(&self.store, &keys::refused(agent), &why)
     }
 
     /// Returns the reason to refuse an agent, if any.
@@ -239,7 +350,7 @@ impl Coordinator {
     }
 
     fn lives(&self, known: &Known) -> bool {
-        !known.refused && known.heard.elapsed() < self.options.keep_alive
+        !known.refused && known.heard.is_some_and(|heard| heard.elapsed() < self.options.keep_alive)
     }
 
     /// Returns the agents of the next attempt once there are enough, or the error message after a
@@ -249,12 +360,7 @@ impl Coordinator {
         let (least, most) = (self.options.nodes.least, self.options.nodes.most);
         loop {
             self.look()?;
-            let alive: Vec<(u64, Member)> = self
-                .agents
-                .iter()
-                .filter(|(_, known)| self.lives(known) && known.member.devices > 0)
-                .map(|(agent, known)| (*agent, known.member.clone()))
-                .collect();
+            let alive = self.members(|_, known| self.lives(known) && known.member.devices > 0);
             if alive.len() >= most {
                 return Ok(Ok(alive));
             }
@@ -281,22 +387,23 @@ impl Coordinator {
     /// What has changed in an attempt of an elastic job, and whether it may go on: not if a rank is
     /// done with the training, or the job was asked to end.
     fn changes(&self, attempt: &Attempt) -> (Changes, bool) {
-        let (mut changes, mut may_go_on) = (Changes::default(), true);
+        let coordinator = self.lost_coordinator.clone();
+        let (mut changes, mut may_go_on) = (Changes { coordinator, ..Changes::default() }, true);
         for node in &attempt.nodes {
             let losses = keys::losses(attempt.number, node.agent);
-            let losses: Losses = read(&*self.store, &losses).unwrap_or_default();
+            let losses: Losses = read(&self.store, &losses).unwrap_or_default();
             if let Some(why) = self.failed_to_come(attempt, node) {
                 changes.gone.insert(node.agent, format!("cannot join: {why}"));
                 continue;
             }
-            let has_ended: Option<End> = read(&*self.store, &keys::end(attempt.number, node.agent));
+            let has_ended: Option<End> = read(&self.store, &keys::end(attempt.number, node.agent));
             may_go_on &= !losses.ends && has_ended.is_none();
             changes.lost.extend(losses.lost);
             if let Some(silent) = self.silent_for(node.agent) {
                 changes.gone.insert(node.agent, format!("was not heard of for {silent:?}"));
             }
         }
-        let asked: Option<i32> = read(&*self.store, &keys::interrupt(attempt.number));
+        let asked: Option<i32> = read(&self.store, &keys::interrupt(attempt.number));
         may_go_on &= asked.is_none();
         // After a loss all agents that are there are needed at once.
         let settled = if changes.is_loss() { Duration::ZERO } else { SETTLED };
@@ -308,9 +415,16 @@ impl Coordinator {
                 && known.since.elapsed() >= settled
                 && self.lost_hosts.get(&known.member.host).copied().unwrap_or(0) <= MAX_HOST_LOSSES
         };
-        let come = self.agents.iter().filter(|(agent, known)| comes(agent, known));
-        changes.come = come.map(|(agent, known)| (*agent, known.member.clone())).collect();
+        changes.come = self.members(comes);
         (changes, may_go_on)
+    }
+
+    /// The agents for which `is_one` is true, in the order of joining.
+    fn members(&self, is_one: impl Fn(&u64, &Known) -> bool) -> Vec<(u64, Member)> {
+        let mut ones: Vec<_> =
+            self.agents.iter().filter(|(agent, known)| is_one(agent, known)).collect();
+        ones.sort_by_key(|(_, known)| known.order);
+        ones.into_iter().map(|(agent, known)| (*agent, known.member.clone())).collect()
     }
 
     /// The failure of a node that was to be taken in, whose ranks have not all come. The job goes on
@@ -320,12 +434,12 @@ impl Coordinator {
             return None;
         }
         let (number, agent) = (attempt.number, node.agent);
-        let losses: Option<Losses> = read(&*self.store, &keys::losses(number, agent));
+        let losses: Option<Losses> = read(&self.store, &keys::losses(number, agent));
         if losses.is_some_and(|losses| losses.all_have_come) {
             return None;
         }
-        let failing = read::<(String, i32)>(&*self.store, &keys::failing(number, agent));
-        match (failing, read(&*self.store, &keys::end(number, agent))) {
+        let failing = read::<(String, i32)>(&self.store, &keys::failing(number, agent));
+        match (failing, read(&self.store, &keys::end(number, agent))) {
             (Some((message, _)), _) | (None, Some(End::Failed { message, .. })) => Some(message),
             _ => None,
         }
@@ -336,7 +450,7 @@ impl Coordinator {
         attempt.generation.is_some()
             && attempt.nodes.iter().any(|node| {
                 let losses = keys::losses(attempt.number, node.agent);
-                read::<Losses>(&*self.store, &losses).is_some_and(|losses| losses.done)
+                read::<Losses>(&self.store, &losses).is_some_and(|losses| losses.done)
             })
     }
 
@@ -356,7 +470,7 @@ impl Coordinator {
         let mut all_told = Vec::new();
         for node in &attempt.nodes {
             let key = keys::going_on(attempt.number, node.agent);
-            match read::<GoingOn>(&*self.store, &key) {
+            match read::<GoingOn>(&self.store, &key) {
                 Some(told) => all_told.push(told),
                 None if self.silent_for(node.agent).is_some() => {}
                 None if self.failed_to_come(attempt, node).is_some() => {}
@@ -455,12 +569,12 @@ impl Coordinator {
                 }
                 let failing = keys::failing(attempt.number, node.agent);
                 if verdict.is_none()
-                    && let Some((message, code)) = read(&*self.store, &failing)
+                    && let Some((message, code)) = read(&self.store, &failing)
                 {
                     failed_rank = Some(node.first_rank);
                     verdict = Some(End::Failed { message, code });
                 }
-                let end: Option<End> = read(&*self.store, &keys::end(attempt.number, node.agent));
+                let end: Option<End> = read(&self.store, &keys::end(attempt.number, node.agent));
                 let silent = self.silent_for(node.agent);
                 match (end, &verdict) {
                     (Some(End::Failed { message, code }), None) => {
@@ -485,7 +599,7 @@ impl Coordinator {
             }
             if let (Some(End::Failed { message, .. }), None) = (&verdict, stopped_at) {
                 let stop = Stop { message: message.clone(), rank: failed_rank, is_done: false };
-                write(&*self.store, &keys::stop(attempt.number), &stop)?;
+                write(&self.store, &keys::stop(attempt.number), &stop)?;
                 stopped_at = Some(Instant::now());
             }
             // Some ranks had reached the end of the training when the others were invited.
@@ -494,7 +608,7 @@ impl Coordinator {
                 let rank = Some(attempt.world_size());
                 let message = "the training has ended without the last generation".to_owned();
                 let stop = Stop { message, rank, is_done };
-                write(&*self.store, &keys::stop(attempt.number), &stop)?;
+                write(&self.store, &keys::stop(attempt.number), &stop)?;
                 stopped_at = Some(Instant::now());
             }
             // Does not wait for a live agent that does not report the end of its ranks.
@@ -504,7 +618,7 @@ impl Coordinator {
                     return Ok(Watched::End(End::Well));
                 }
                 // An interruption takes precedence over the ranks' end.
-                let asked = || read(&*self.store, &keys::interrupt(attempt.number));
+                let asked = || read(&self.store, &keys::interrupt(attempt.number));
                 return Ok(Watched::End(match (interrupted.or_else(asked), verdict) {
                     (Some(signal), _) => End::Interrupted(signal),
                     (None, Some(failed)) => failed,

@@ -1,10 +1,12 @@
-//! The agents' rendezvous: decides which agent hosts the store, and connects to it.
+//! The agents' rendezvous: an agent hosts a seat of it if an endpoint is its host's, and connects to
+//! all seats.
 
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::options::{AgentOptions, Endpoint, Nodes};
+use super::options::{AgentOptions, Endpoint, Nodes, listed};
+use super::seats::{Connect, Seats};
 use crate::environment::Variables;
 use crate::job_secret;
 use crate::launcher::{address_towards, reached_by_others};
@@ -12,33 +14,39 @@ use crate::signals::{self, Starting};
 use crate::{Error, Result};
 use fulgurite_error::{advice, print_message};
 use fulgurite_store::{
-    ClientIdentity, ClientOptions, JobKey, LocalStore, LostRankPolicy, Patience, Store, StoreHost,
-    StoreServer, TcpStore,
+    ClientIdentity, ClientOptions, JobKey, LocalStore, LostRankPolicy, StoreHost, StoreServer,
+    TcpStore,
 };
 
-/// The agents' store, and this host's address.
+/// The agents' rendezvous, and this host's address.
 pub(super) struct Meeting {
-    pub(super) store: Arc<dyn Store>,
-    /// Whether this agent hosts the store, and so is the coordinator.
-    pub(super) hosts: bool,
+    pub(super) seats: Arc<Seats>,
     /// This host's address for the other hosts; 127.0.0.1 in a job of one node.
     pub(super) address: String,
     /// The secret that the job's ranks and agents share.
     pub(super) secret: String,
+    /// Why this agent hosts no seat, although an endpoint is its host's.
+    not_hosted: Option<String>,
     /// Held for the duration of the job.
     _server: Option<StoreServer>,
 }
 
 /// The variable that holds the secret, also for ranks.
 const KEY: &str = job_secret::JOB_KEY_VARIABLE;
+/// Interval between checks for a coordinator.
+const POLL: Duration = Duration::from_millis(20);
+/// How long an agent says nothing while nobody coordinates the job.
+const SILENT: Duration = Duration::from_secs(5);
+/// Time for one connection, after the first one.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Meeting {
-    /// Connects to the store. Hosts it first if the endpoint's address is this host's and still
-    /// free.
+    /// Hosts a seat, if one of the endpoints' addresses is this host's and still free, and connects to
+    /// all.
     pub(super) fn join(options: &AgentOptions) -> Result<Self> {
         let file = options.job_key_file.as_deref();
         let secret = job_secret::configured(&Variables::current(), file, "--job-key-file")?;
-        let Some(endpoint) = &options.endpoint else {
+        let Some(first) = options.endpoints.first() else {
             if options.nodes != Nodes::ONE {
                 return Err(Error::Launch(
                     "a job of several nodes needs a place where its agents meet: --rdzv-endpoint HOST:PORT, \
@@ -47,9 +55,10 @@ impl Meeting {
                 ));
             }
             let secret = secret.map_or_else(JobKey::random_secret, Ok)?;
-            let address = "127.0.0.1".to_owned();
-            let store = Arc::new(LocalStore::new());
-            return Ok(Self { store, hosts: true, address, secret, _server: None });
+            let (address, store) = ("127.0.0.1".to_owned(), Arc::new(LocalStore::new()));
+            let connect: Connect = Box::new(move |_| Ok(store.clone()));
+            let seats = Arc::new(Seats::new(vec![connect], Some(0), options.keep_alive)?);
+            return Ok(Self { seats, address, secret, not_hosted: None, _server: None });
         };
         let secret = secret.ok_or_else(|| {
             Error::Launch(format!(
@@ -62,38 +71,136 @@ impl Meeting {
             &secret,
             &format!("agents of {}", options.id.as_deref().unwrap_or_default()),
         );
-        let (server, not_hosted) = match options.node_rank {
-            None | Some(0) => host(endpoint, &key, options.nodes.most > 1)?,
-            Some(_) => (None, None),
-        };
-        let towards = || address_towards(&endpoint.host, endpoint.port);
-        let address = options.local_address.or_else(towards).ok_or_else(|| {
-            Error::Launch(format!("the host of the rendezvous endpoint {endpoint} cannot be found"))
+        let (hosted, not_hosted) = host_one(options, &key)?;
+        let (own, server) = hosted.unzip();
+        let towards = |endpoint: &Endpoint| address_towards(&endpoint.host, endpoint.port);
+        let address = options.local_address.or_else(|| options.endpoints.iter().find_map(towards));
+        let address = address.ok_or_else(|| {
+            Error::Launch(format!("the host of the rendezvous endpoint {first} cannot be found"))
         })?;
-        let store = connect(endpoint, &key, options, not_hosted)?;
-        let hosts = server.is_some();
-        let address = address.to_string();
-        Ok(Self { store: Arc::new(store), hosts, address, secret, _server: server })
+        let connections = options.endpoints.iter().map(|endpoint| {
+            let (endpoint, key) = (endpoint.clone(), key.clone());
+            let first_timeout = options.join_timeout;
+            let connect: Connect = Box::new(move |first| {
+                let timeout = if first { first_timeout } else { CONNECT_TIMEOUT };
+                Ok(Arc::new(connect(&endpoint, &key, timeout)?))
+            });
+            connect
+        });
+        let seats = Arc::new(Seats::new(connections.collect(), own, options.keep_alive)?);
+        Ok(Self { seats, address: address.to_string(), secret, not_hosted, _server: server })
+    }
+
+    /// Waits until the job has a coordinator.
+    ///
+    /// # Errors
+    /// If it has none in time, because too few seats can be reached; [`Error::Interrupted`] if this
+    /// agent is asked to end.
+    pub(super) fn wait_for_coordinator(&self, options: &AgentOptions) -> Result<()> {
+        let _starting = Starting::new();
+        let (begun, mut said) = (Instant::now(), false);
+        let endpoints = listed(&options.endpoints);
+        while self.seats.coordinator().is_none() {
+            if signals::give_up().is_some() {
+                return Err(Error::Interrupted);
+            }
+            let unreached = self.seats.unreached();
+            let refusal = unreached.iter().find(|(_, _, stays)| *stays);
+            let late = begun.elapsed() >= options.join_timeout;
+            match (&*options.endpoints, refusal) {
+                ([endpoint], Some((_, why, _))) => {
+                    let hosting = self.not_hosted.as_ref();
+                    let hosting =
+                        hosting.map(|why| format!(". It cannot be hosted here either: {why}"));
+                    return Err(Error::Launch(format!(
+                        "the rendezvous at {endpoint} cannot be joined: {why}{}",
+                        hosting.unwrap_or_default()
+                    )));
+                }
+                (endpoints, Some((at, why, _))) if !late => {
+                    return Err(Error::Launch(format!(
+                        "the rendezvous at {} cannot be joined: {why}",
+                        endpoints[*at]
+                    )));
+                }
+                // The only seat's own error comes soon.
+                ([_], None) => {}
+                _ if late => {
+                    let why = unreached
+                        .iter()
+                        .map(|(at, why, _)| format!("\n- {}: {why}", options.endpoints[*at]));
+                    return Err(Error::Launch(format!(
+                        "after {:?} nobody coordinates the job. At its start the agents on all hosts of \
+                         --rdzv-endpoint {endpoints} must be there, later a majority of them{}",
+                        options.join_timeout,
+                        why.collect::<String>()
+                    )));
+                }
+                _ => {}
+            }
+            if !said && begun.elapsed() >= SILENT {
+                said = true;
+                let left = options.join_timeout.saturating_sub(SILENT).as_secs();
+                print_message(&match &*options.endpoints {
+                    [endpoint] => format!(
+                        "waits for an agent that hosts the rendezvous at {endpoint}, for {left} s at most"
+                    ),
+                    _ => format!(
+                        "waits for the agents that host the rendezvous at {endpoints}, for {left} s at most"
+                    ),
+                });
+            }
+            std::thread::sleep(POLL);
+        }
+        Ok(())
     }
 }
 
 /// The store's message to a second process with the same number.
 const TAKEN: &str = "another process is or was rank";
 
-/// Hosts the store, if the address is this host's and free. Returns the reason if it is this host's
-/// and not free.
+/// A seat, and its store.
+type Hosted = (usize, StoreServer);
+
+/// Hosts the first seat whose address is this host's and free. Returns the reason if an address is this
+/// host's and not free.
+fn host_one(options: &AgentOptions, key: &JobKey) -> Result<(Option<Hosted>, Option<String>)> {
+    // A node's rank names the host of the only seat.
+    if options.endpoints.len() == 1 && options.node_rank.is_some_and(|rank| rank > 0) {
+        return Ok((None, None));
+    }
+    let mut why = None;
+    for (at, endpoint) in options.endpoints.iter().enumerate() {
+        let addresses = match (endpoint.host.as_str(), endpoint.port).to_socket_addrs() {
+            Ok(addresses) => addresses.collect(),
+            // A host that is lost may have no name.
+            Err(_) if options.endpoints.len() > 1 => continue,
+            Err(e) => {
+                return Err(Error::Launch(format!(
+                    "the host of the rendezvous endpoint {endpoint} is unknown: {e}"
+                )));
+            }
+        };
+        match host(endpoint, addresses, key, options.nodes.most > 1)? {
+            (Some(server), _) => return Ok((Some((at, server)), None)),
+            (None, not_hosted) => why = why.or(not_hosted),
+        }
+    }
+    Ok((None, why))
+}
+
+/// Hosts a seat's store, if the address is this host's and free. Returns the reason if it is this
+/// host's and not free.
 fn host(
     endpoint: &Endpoint,
+    addresses: Vec<SocketAddr>,
     key: &JobKey,
     several_hosts: bool,
 ) -> Result<(Option<StoreServer>, Option<String>)> {
-    let addresses = (endpoint.host.as_str(), endpoint.port).to_socket_addrs().map_err(|e| {
-        Error::Launch(format!("the host of the rendezvous endpoint {endpoint} is unknown: {e}"))
-    })?;
     // Binding another port tells whether an address is this host's.
     let is_ours =
         |address: &SocketAddr| TcpListener::bind(SocketAddr::new(address.ip(), 0)).is_ok();
-    let ours: Vec<SocketAddr> = addresses.filter(is_ours).collect();
+    let ours: Vec<SocketAddr> = addresses.into_iter().filter(is_ours).collect();
     let reached = reached_by_others(&endpoint.host, several_hosts, ours).map_err(|own| {
         Error::Launch(format!(
             "the host of the rendezvous endpoint {endpoint} is {own} here, where the agents of other hosts \
@@ -116,56 +223,24 @@ fn host(
     Ok((None, why))
 }
 
-/// How long an agent says nothing while nobody hosts the rendezvous.
-const SILENT: Duration = Duration::from_secs(5);
-
-/// Connects under a number that no other agent has.
-fn connect(
-    endpoint: &Endpoint,
-    key: &JobKey,
-    options: &AgentOptions,
-    not_hosted: Option<String>,
-) -> Result<TcpStore> {
-    let _starting = Starting::new();
-    let mut patience = Patience::new(options.join_timeout);
+/// Connects to a seat's store under a number that no other agent has.
+fn connect(endpoint: &Endpoint, key: &JobKey, timeout: Duration) -> Result<TcpStore> {
+    let begun = Instant::now();
     let mut number = std::process::id() as usize;
-    let mut timeout = options.join_timeout.min(SILENT);
-    let mut later = options.join_timeout - timeout;
     loop {
-        let left = patience.slice().unwrap_or_default();
-        let begun = Instant::now();
         let identity = ClientIdentity {
             key: key.clone(),
             rank: number % Nodes::LIMIT,
             world_size: Nodes::LIMIT,
         };
-        let client_options = ClientOptions { host: StoreHost::Agent, give_up: signals::give_up };
-        let connected = TcpStore::connect_with(
-            &endpoint.host,
-            endpoint.port,
-            identity,
-            timeout,
-            client_options,
-        );
+        let options = ClientOptions { host: StoreHost::Agent, give_up: || None };
+        let connected =
+            TcpStore::connect_with(&endpoint.host, endpoint.port, identity, timeout, options);
         match connected {
-            Ok(store) => return Ok(store),
-            Err(Error::Launch(_)) if !later.is_zero() && begun.elapsed() >= timeout => {
-                (timeout, later) = (later, Duration::ZERO);
-                print_message(&format!(
-                    "waits for an agent that hosts the rendezvous at {endpoint}, for {} s at most",
-                    options.join_timeout.as_secs()
-                ));
+            Err(Error::Launch(why)) if why.contains(TAKEN) && begun.elapsed() < timeout => {
+                number += 1;
             }
-            Err(Error::Launch(why)) if why.contains(TAKEN) && !left.is_zero() => number += 1,
-            Err(Error::Launch(why)) => {
-                let hosting =
-                    not_hosted.map(|why| format!(". It cannot be hosted here either: {why}"));
-                return Err(Error::Launch(format!(
-                    "the rendezvous at {endpoint} cannot be joined: {why}{}",
-                    hosting.unwrap_or_default()
-                )));
-            }
-            Err(other) => return Err(other),
+            connected => return connected,
         }
     }
 }

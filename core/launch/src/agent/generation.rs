@@ -14,6 +14,8 @@ pub(super) struct Changes {
     pub(super) gone: BTreeMap<u64, String>,
     /// Agents that have come, in the order of joining.
     pub(super) come: Vec<(u64, Member)>,
+    /// The host of the coordinator that was lost, and with it the store of the present generation.
+    pub(super) coordinator: Option<String>,
 }
 
 /// Why a job does not go on.
@@ -91,7 +93,8 @@ pub(super) fn next(
     }
     let places: Vec<Place> = nodes.iter().flat_map(|(_, _, places)| places.clone()).collect();
     let members: Vec<Option<usize>> = places.iter().map(|(before, _)| *before).collect();
-    if members.iter().copied().eq((0..attempt.world_size()).map(Some)) {
+    let are_same = members.iter().copied().eq((0..attempt.world_size()).map(Some));
+    if are_same && changes.coordinator.is_none() {
         return Err(Refusal::Unchanged);
     }
     let mut first_rank = 0;
@@ -121,12 +124,12 @@ pub(super) fn next(
 }
 
 impl Changes {
-    /// Whether a rank or a node was lost.
+    /// Whether a rank, a node or the store was lost.
     pub(super) fn is_loss(&self) -> bool {
-        !self.lost.is_empty() || !self.gone.is_empty()
+        !self.lost.is_empty() || !self.gone.is_empty() || self.coordinator.is_some()
     }
 
-    /// What ends the present generation: a lost rank or node, or a new node.
+    /// What ends the present generation: a lost rank, node or coordinator, or a new node.
     pub(super) fn cause(&self, attempt: &Attempt) -> Cause {
         if let Some((&rank, Loss { how, .. })) = self.lost.first_key_value() {
             let node = attempt.node_name(attempt.place_of_rank(rank));
@@ -138,8 +141,12 @@ impl Changes {
                 return Cause::Node { first_rank, node, how: how.clone() };
             }
         }
+        let world_size_before = attempt.world_size();
+        if let Some(host) = &self.coordinator {
+            return Cause::Coordinator { host: host.clone(), world_size_before };
+        }
         let host = self.come.first().map(|(_, member)| member.host.clone()).unwrap_or_default();
-        Cause::Joined { host, world_size_before: attempt.world_size() }
+        Cause::Joined { host, world_size_before }
     }
 }
 
@@ -227,6 +234,13 @@ mod tests {
         let all = Changes { gone: gone(&[0, 1]), come: vec![(7, member(3))], ..swap };
         // All processes of the generation before are lost.
         assert_eq!(members(next(&all)), [None, None, None]);
+        let replaced = Changes { coordinator: Some("h9".to_owned()), ..Changes::default() };
+        let generation = next(&replaced).unwrap().0.generation.unwrap();
+        assert_eq!(generation.members, [0, 1, 2, 3].map(Some), "for the sake of the store");
+        assert_eq!(
+            (generation.cause.rank(), generation.cause.to_string()),
+            (4, "the agent that coordinated the job, on h9, was lost".to_owned())
+        );
         let none = Changes { come: Vec::new(), ..all };
         assert!(matches!(next(&none), Err(Refusal::TooFew(_))));
         assert_eq!(next(&Changes::default()), Err(Refusal::Unchanged));
@@ -263,6 +277,7 @@ mod tests {
                 lost: lost(&lost_ranks),
                 gone: gone(&gone_agents.into_iter().collect::<Vec<_>>()),
                 come: (0..come).map(|i| (10 + i as u64, member(2))).collect(),
+                coordinator: None,
             };
             let going_on = going_on(max_restarts, multiple);
             if let Ok((next, restarts)) =

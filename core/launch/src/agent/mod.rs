@@ -3,8 +3,9 @@
 //!
 //! # How agents work together
 //! Agents meet in their own key-value store at the rendezvous endpoint. The agent whose host has
-//! the endpoint's address hosts the store; it is the *coordinator*. A job is a sequence of
-//! *attempts*:
+//! the endpoint's address hosts the store; it is the *coordinator*. With several endpoints each of
+//! their agents hosts a store, and one of them is the coordinator; if it is lost, another one goes on
+//! with what it has decided (`quorum`). A job is a sequence of *attempts*:
 //!
 //! 1. The coordinator publishes the agents of the attempt and the ranks of each (`plan::Attempt`).
 //! 2. The first agent publishes the address at which the ranks meet. Every agent starts its ranks
@@ -24,11 +25,14 @@
 //! agent's own store, since the job's store may be on a lost host; agents that have come later are
 //! taken in the same way. If the job cannot go on, the loss is a failure as above.
 //!
-//! An agent that is silent for `keep_alive` counts as lost, and so does a coordinator.
+//! An agent that is silent for `keep_alive` counts as lost, and so does a coordinator. Without a
+//! coordinator, agents end their ranks after twice that time.
 //!
 //! # Invariants
 //! - The thread that watches ranks and signals makes no request to the store, so an unreachable
 //!   store never blocks it.
+//! - The agents hear of an attempt only after it is decided, so no other coordinator can decide on
+//!   another one in its place.
 //! - An agent that ends leaves no rank behind: ranks are process groups, which get SIGTERM and then
 //!   SIGKILL.
 
@@ -41,8 +45,12 @@ mod logs;
 mod model;
 mod options;
 mod plan;
+mod quorum;
+#[cfg(test)]
+mod quorum_model;
 mod ranks;
 mod run;
+mod seats;
 mod stores;
 
 pub use options::{AgentOptions, Endpoint, Nodes};

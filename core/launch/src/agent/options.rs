@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::{Error, Result};
 
 /// Options of an agent. [`nodes`](Self::nodes), [`max_restarts`](Self::max_restarts),
-/// [`endpoint`](Self::endpoint) and [`id`](Self::id) must be equal on all nodes.
+/// [`endpoints`](Self::endpoints) and [`id`](Self::id) must be equal on all nodes.
 #[derive(Debug, Clone)]
 pub struct AgentOptions {
     /// The program that ranks run.
@@ -22,8 +22,9 @@ pub struct AgentOptions {
     pub nodes: Nodes,
     /// This node's place among the nodes; by default agents are placed in the order of joining.
     pub node_rank: Option<usize>,
-    /// The agents' rendezvous. `None` for a job of one node.
-    pub endpoint: Option<Endpoint>,
+    /// The agents' rendezvous; none for a job of one node. Of an odd number of endpoints, the job
+    /// goes on while a majority of their hosts is there.
+    pub endpoints: Vec<Endpoint>,
     /// The job's id; by default the coordinator chooses one at random.
     pub id: Option<String>,
     /// Maximum number of restarts after failures.
@@ -141,6 +142,11 @@ impl std::fmt::Display for Endpoint {
             false => write!(f, "{}:{}", self.host, self.port),
         }
     }
+}
+
+/// The endpoints as they are given.
+pub(super) fn listed(endpoints: &[Endpoint]) -> String {
+    endpoints.iter().map(Endpoint::to_string).collect::<Vec<_>>().join(",")
 }
 
 #[cfg(test)]

@@ -61,6 +61,8 @@ pub(super) enum Cause {
     Rank { rank: usize, node: String, how: String },
     /// A node was lost, with all of its ranks.
     Node { first_rank: usize, node: String, how: String },
+    /// The coordinator was lost on this host, which had no ranks.
+    Coordinator { host: String, world_size_before: usize },
     /// A node has come on this host. Nobody was lost.
     Joined { host: String, world_size_before: usize },
 }
@@ -71,7 +73,8 @@ impl Cause {
     pub(super) fn rank(&self) -> usize {
         match self {
             Self::Rank { rank, .. } | Self::Node { first_rank: rank, .. } => *rank,
-            Self::Joined { world_size_before, .. } => *world_size_before,
+            Self::Coordinator { world_size_before, .. }
+            | Self::Joined { world_size_before, .. } => *world_size_before,
         }
     }
 
@@ -80,6 +83,9 @@ impl Cause {
         match self {
             Self::Rank { how, .. } => how.clone(),
             Self::Node { node, how, .. } => format!("is on {node}, which {how}"),
+            Self::Coordinator { host, .. } => {
+                format!("is the next one; the coordinator on {host} was lost")
+            }
             Self::Joined { host, .. } => format!("is new, on {host}"),
         }
     }
@@ -90,6 +96,9 @@ impl std::fmt::Display for Cause {
         match self {
             Self::Rank { rank, node, how } => write!(f, "rank {rank} on {node} {how}"),
             Self::Node { node, how, .. } => write!(f, "{node} {how}"),
+            Self::Coordinator { host, .. } => {
+                write!(f, "the agent that coordinated the job, on {host}, was lost")
+            }
             Self::Joined { host, .. } => write!(f, "{host} joins the job"),
         }
     }

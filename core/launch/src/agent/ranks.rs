@@ -395,8 +395,13 @@ impl Start<'_> {
             most_ranks: attempt.world_size().max(options.nodes.most * options.devices),
             store: attempt.store.clone(),
             port,
-            // A single host is not lost without its ranks.
-            keep_alive: options.endpoint.as_ref().map_or(Duration::ZERO, |_| options.keep_alive),
+            keep_alive: match options.endpoints.len() {
+                // A single host is not lost without its ranks.
+                0 => Duration::ZERO,
+                1 => options.keep_alive,
+                // The coordinator may be lost, and after that other hosts.
+                _ => 3 * options.keep_alive,
+            },
             work: generation.and_then(|generation| generation.going_on.work.clone()),
         }
     }

@@ -7,13 +7,14 @@ use std::time::{Duration, Instant, SystemTime};
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use super::board::{Board, Seen, keys, read, write};
-use super::coordinator::Coordinator;
+use super::board::{Board, keys, read};
+use super::coordinator::coordinate;
 use super::endpoint::Meeting;
 use super::logs;
-use super::options::{AgentOptions, Nodes};
+use super::options::{AgentOptions, Endpoint, Nodes, listed};
 use super::plan::{Attempt, End, Generation, Losses, Member};
 use super::ranks::{Ranks, Start};
+use super::seats::{self, TermStore};
 use crate::job_memory::JobMemory;
 use crate::orphans::Orphans;
 use crate::signals::{self, SecondSignal};
@@ -38,42 +39,50 @@ pub fn run(options: &AgentOptions) -> Result<i32> {
     check(options)?;
     raise_file_limit();
     signals::handle(SecondSignal::Ignore)?;
-    let meeting = match Meeting::join(options) {
-        Err(Error::Interrupted) => {
-            return signals::take().map(say_interrupted).ok_or(Error::Interrupted);
-        }
-        meeting => meeting?,
-    };
-    if options.devices == 0 {
-        if !meeting.hosts {
-            return Err(Error::Launch(
-                "an agent with --nproc-per-node 0 coordinates the job, so it must host the rendezvous; start it \
-                 on the host that --rdzv-endpoint names, before the others"
-                    .to_owned(),
-            ));
-        }
-        print_message("this agent coordinates the job, and starts no ranks");
+    let meeting = Meeting::join(options)?;
+    if options.devices == 0 && !meeting.seats.has_own() {
+        return Err(Error::Launch(
+            "an agent with --nproc-per-node 0 coordinates the job, so it must host the rendezvous; start it on \
+             a host that --rdzv-endpoint names, before the others"
+                .to_owned(),
+        ));
     }
-    let agent = meeting.store.add(keys::AGENTS, 1)?.unsigned_abs() - 1;
-    let member = Member {
-        host: rustix::system::uname().nodename().to_string_lossy().into_owned(),
-        devices: options.devices,
-        node_rank: options.node_rank,
-        nodes: (options.nodes.least, options.nodes.most),
-        max_restarts: options.max_restarts,
-    };
-    write(&*meeting.store, &keys::member(agent), &member)?;
+    let agent = seats::random()?;
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let coordinator_failed = Arc::new(OnceLock::new());
-    if meeting.hosts {
-        let mut coordinator = Coordinator::new(&meeting, options.clone());
+    if meeting.seats.has_own() {
+        let (seats, options, own) = (meeting.seats.clone(), options.clone(), (agent, host.clone()));
+        let (address, secret) = (meeting.address.clone(), meeting.secret.clone());
         let failed = coordinator_failed.clone();
-        let run = move || drop(coordinator.run().map_err(|error| failed.set(error.to_string())));
+        let run = move || {
+            let end = coordinate(seats, (&address, &secret), options, own);
+            drop(end.map_err(|error| failed.set(error.to_string())));
+        };
         std::thread::Builder::new()
             .name("coordinator".to_owned())
             .spawn(run)
             .map_err(|e| Error::Launch(format!("starting a thread: {e}{}", advice(&e))))?;
     }
-    let board = Board::new(Arc::clone(&meeting.store), agent)?;
+    match meeting.wait_for_coordinator(options) {
+        Err(Error::Interrupted) => {
+            return signals::take().map(say_interrupted).ok_or(Error::Interrupted);
+        }
+        met => met?,
+    }
+    if options.devices == 0 {
+        print_message(match options.endpoints.len() {
+            1 => "this agent coordinates the job, and starts no ranks",
+            _ => "this agent is one of those that may coordinate the job, and starts no ranks",
+        });
+    }
+    let member = Member {
+        host,
+        devices: options.devices,
+        node_rank: options.node_rank,
+        nodes: (options.nodes.least, options.nodes.most),
+        max_restarts: options.max_restarts,
+    };
+    let board = Board::new(meeting.seats.clone(), agent, member)?;
     let (coordinator_failed, orphans) = (&*coordinator_failed, Orphans::adopt());
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     let started = now.map_or(0.0, |since| since.as_secs_f64());
@@ -81,10 +90,11 @@ pub fn run(options: &AgentOptions) -> Result<i32> {
     let (meeting, board, said) = (&meeting, &board, Arc::default());
     let this = Agent { options, meeting, board, agent, coordinator_failed, orphans, started, said };
     let code = this.run()?;
-    match meeting.hosts {
-        false => board.say_bye(agent, FAREWELL),
-        true => wait_for_byes(&*meeting.store, agent),
+    match meeting.seats.coordinator().filter(|_| meeting.seats.leads()) {
+        None => board.say_bye(FAREWELL),
+        Some((_, store)) => wait_for_byes(&store, agent),
     }
+    meeting.seats.end();
     Ok(code)
 }
 
@@ -94,12 +104,16 @@ fn say_interrupted(signal: i32) -> i32 {
     128 + signal
 }
 
-/// On the agent that hosts the store: waits until all other agents, including waiting ones, know
-/// about the end of the job.
-fn wait_for_byes(store: &dyn Store, own: u64) {
+/// On the coordinator's agent: waits until all other agents, including waiting ones, know about the
+/// end of the job.
+fn wait_for_byes(store: &TermStore, own: u64) {
     let come = store.add(keys::AGENTS, 0).unwrap_or_default().unsigned_abs();
     let mut patience = Patience::new(FAREWELL);
-    let said = |agent: u64| agent == own || read::<bool>(store, &keys::bye(agent)).is_some();
+    let said = |number: u64| {
+        let comer = read::<(u64, Member)>(store, &keys::comer(number));
+        let agent = comer.map_or(own, |(agent, _)| agent);
+        agent == own || read::<bool>(store, &keys::bye(agent)).is_some()
+    };
     while !(0..come).all(said) && patience.slice().is_some() {
         std::thread::sleep(POLL);
     }
@@ -114,7 +128,18 @@ fn raise_file_limit() {
 }
 
 fn check(options: &AgentOptions) -> Result<()> {
-    if options.devices == 0 && options.endpoint.is_none() {
+    if options.endpoints.len().is_multiple_of(2) && !options.endpoints.is_empty() {
+        return Err(Error::Launch(format!(
+            "--rdzv-endpoint names {} hosts; it should be one, or an odd number of them such as 3: the job goes on \
+             while more than half of them are there, and of 2 the loss of either would end it",
+            options.endpoints.len()
+        )));
+    }
+    let repeats = |(at, endpoint): (usize, &Endpoint)| options.endpoints[..at].contains(endpoint);
+    if let Some((_, twice)) = options.endpoints.iter().enumerate().find(|it| repeats(*it)) {
+        return Err(Error::Launch(format!("--rdzv-endpoint names {twice} twice")));
+    }
+    if options.devices == 0 && options.endpoints.is_empty() {
         return Err(Error::Launch(
             "--nproc-per-node must be 1 or more, or 0 on a host that only coordinates the job: the one that \
              --rdzv-endpoint names"
@@ -176,7 +201,7 @@ impl Agent<'_> {
             if let Some(why) = seen.refused {
                 return Err(Error::Launch(why));
             }
-            self.check_contact(&seen)?;
+            self.check_contact()?;
             if let Some(signal) = signals::take() {
                 match seen.attempt.as_ref().filter(|_| self.coordinates_only()) {
                     None => {
@@ -234,20 +259,26 @@ impl Agent<'_> {
         self.options.devices == 0
     }
 
-    /// Checks that the store answers and the coordinator works.
+    /// Checks that the job has a coordinator, and that it works.
     ///
     /// # Errors
-    /// If the store has not answered for too long, or the coordinator has failed.
-    fn check_contact(&self, seen: &Seen) -> Result<()> {
+    /// If there was no sign of life of it for too long, or the one on this agent has failed.
+    fn check_contact(&self) -> Result<()> {
         if let Some(why) = self.coordinator_failed.get() {
             return Err(Error::Launch(format!("the job cannot be coordinated any more: {why}")));
         }
-        let silent = seen.heard.elapsed();
-        match (&self.options.endpoint, silent > self.options.keep_alive) {
-            (Some(endpoint), true) => Err(Error::Launch(format!(
-                "the rendezvous at {endpoint} has not answered for {:?}: its host is down, or cut off, or \
-                 its agent was killed",
-                self.options.keep_alive
+        let (silent, keep_alive) = (self.meeting.seats.silent_for(), self.options.keep_alive);
+        match &*self.options.endpoints {
+            [endpoint] if silent > keep_alive => Err(Error::Launch(format!(
+                "the rendezvous at {endpoint} has not answered for {keep_alive:?}: its host is down, or cut off, \
+                 or its agent was killed"
+            ))),
+            // Another coordinator may come until then, which goes on without this agent after that.
+            [_, _, ..] if silent > 2 * keep_alive => Err(Error::Launch(format!(
+                "nobody has coordinated the job for {:?}: more than half of the hosts of --rdzv-endpoint {} are \
+                 down, or cut off from here, or their agents were killed",
+                2 * keep_alive,
+                listed(&self.options.endpoints)
             ))),
             _ => Ok(()),
         }
@@ -355,7 +386,7 @@ impl Agent<'_> {
                     ranks.stop();
                 }
             }
-            if let Err(error) = self.check_contact(&seen) {
+            if let Err(error) = self.check_contact() {
                 ranks.kill();
                 return Err(error);
             }
@@ -420,7 +451,7 @@ impl Agent<'_> {
                     return Ok(Err(End::Stopped));
                 }
                 _ if began.elapsed() > self.options.join_timeout => return Ok(Err(End::Stopped)),
-                _ => self.check_contact(&seen)?,
+                _ => self.check_contact()?,
             }
             std::thread::sleep(POLL);
         }

@@ -322,6 +322,16 @@ impl Store for TcpStore {
         }
     }
 
+    fn compare_set(&self, key: &str, expected: Option<&[u8]>, value: &[u8]) -> Result<bool> {
+        let expected = expected.map(<[u8]>::to_owned);
+        let request =
+            Request::CompareSet { key: key.to_owned(), expected, value: value.to_owned() };
+        match self.request(&request, REPLY_TIMEOUT)? {
+            Reply::Compared(was) => Ok(was),
+            other => Err(self.unexpected(other)),
+        }
+    }
+
     fn report_failure(&self, message: &str) -> Result<()> {
         // The existing connection is used, since a failed process may be unable to open another
         // one.

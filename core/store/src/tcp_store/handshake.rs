@@ -23,7 +23,7 @@ use crate::Patience;
 /// First bytes of both ends.
 const MAGIC: &[u8; 8] = b"FULGSTOR";
 /// Increased with every change of the wire format.
-const VERSION: u16 = 3;
+const VERSION: u16 = 4;
 /// Longest frame of a handshake, so that strangers cannot make the server allocate much.
 pub(super) const MAX_HANDSHAKE_FRAME: usize = 512;
 

@@ -46,6 +46,11 @@ pub(super) enum Request {
         rank: usize,
         message: String,
     },
+    CompareSet {
+        key: String,
+        expected: Option<Vec<u8>>,
+        value: Vec<u8>,
+    },
 }
 
 /// A server's message.
@@ -70,6 +75,8 @@ pub(super) enum Reply {
     HostLeft(bool),
     /// Health: confirms [`Request::Fail`].
     Recorded,
+    /// Whether a value was the expected one.
+    Compared(bool),
 }
 
 /// Encodes a message as the body of its frame.

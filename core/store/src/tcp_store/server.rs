@@ -329,6 +329,9 @@ fn requests(mut reader: Reader<TcpStream>, shared: &Shared) {
                 Ok(number) => Reply::Number(number),
                 Err(value) => Reply::Refused(value),
             },
+            Request::CompareSet { key, expected, value } => table
+                .compare_set(&key, expected.as_deref(), value)
+                .map_or_else(Reply::Refused, Reply::Compared),
             Request::WaitForAll { timeout_ms } => {
                 wait_for_all(table, Duration::from_millis(timeout_ms))
             }

@@ -29,6 +29,17 @@ impl DirectoryStore {
         fs::write(&draft, value)?;
         fs::rename(draft, path)
     }
+
+    /// Changes a file that no other rank changes meanwhile.
+    fn alone<R>(&self, path: &Path, change: impl FnOnce() -> std::io::Result<R>) -> Result<R> {
+        let lock = path.with_extension("lock");
+        while File::create_new(&lock).is_err() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let result = change();
+        fs::remove_file(&lock).map_err(Error::io("removing", lock))?;
+        result.map_err(Error::io("writing", path))
+    }
 }
 
 impl Store for DirectoryStore {
@@ -55,15 +66,22 @@ impl Store for DirectoryStore {
 
     fn add(&self, key: &str, amount: i64) -> Result<i64> {
         let path = self.path(key);
-        let lock = path.with_extension("lock");
-        while File::create_new(&lock).is_err() {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        let old = fs::read_to_string(&path).ok().and_then(|s| s.parse().ok()).unwrap_or(0i64);
-        let result = self.put(&path, (old + amount).to_string().as_bytes());
-        fs::remove_file(&lock).map_err(Error::io("removing", lock))?;
-        result.map_err(Error::io("writing", path))?;
-        Ok(old + amount)
+        self.alone(&path, || {
+            let old = fs::read_to_string(&path).ok().and_then(|s| s.parse().ok()).unwrap_or(0i64);
+            self.put(&path, (old + amount).to_string().as_bytes())?;
+            Ok(old + amount)
+        })
+    }
+
+    fn compare_set(&self, key: &str, expected: Option<&[u8]>, value: &[u8]) -> Result<bool> {
+        let path = self.path(key);
+        self.alone(&path, || {
+            let is_expected = fs::read(&path).ok().as_deref() == expected;
+            if is_expected {
+                self.put(&path, value)?;
+            }
+            Ok(is_expected)
+        })
     }
 
     fn report_failure(&self, message: &str) -> Result<()> {

@@ -1,0 +1,202 @@
+//! The rules by which agents agree on a coordinator, and on what it has decided.
+//!
+//! Each host of the rendezvous has a *seat*: a [`Record`] that changes only by comparison, so who
+//! writes it names the record that it has read. A coordinator has a *term*. It holds the seats whose
+//! records have that term, and it has decided what a majority of the *voters* has recorded under it.
+//!
+//! An agent that claims the seats of a silent coordinator goes on from the newest decision that it
+//! finds. As two majorities have a seat in common, it finds every decision that somebody may have
+//! acted on, and the coordinator before it cannot decide any more (as in Paxos).
+//!
+//! A seat whose agent has started again has forgotten its record. It has another *life* then, and is
+//! no voter until the coordinator has decided that it is, by majorities of the voters before and
+//! after (as in Raft, one seat at a time).
+
+use serde::{Deserialize, Serialize};
+
+/// The content of a seat.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub(super) struct Record<D> {
+    /// The job, at random.
+    pub(super) job: u64,
+    /// The term of the coordinator that holds the seat. Its remainder by the number of seats is the
+    /// seat of the coordinator itself.
+    pub(super) term: u64,
+    /// Grows as long as the coordinator lives.
+    pub(super) beat: u64,
+    pub(super) decided: Decided<D>,
+}
+
+/// What a coordinator has decided, perhaps.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub(super) struct Decided<D> {
+    /// The term under which it was recorded.
+    pub(super) term: u64,
+    /// Grows with each decision.
+    pub(super) number: u64,
+    /// The life of each seat that counts.
+    pub(super) voters: Vec<u64>,
+    pub(super) value: D,
+}
+
+impl<D> Decided<D> {
+    fn age(&self) -> (u64, u64) {
+        (self.term, self.number)
+    }
+}
+
+/// A seat as it was last read.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) struct Seat<D> {
+    pub(super) life: u64,
+    pub(super) record: Option<Record<D>>,
+}
+
+/// Whether the seats with these lives are a majority of the voters.
+pub(super) fn is_majority(voters: &[u64], life: impl Fn(usize) -> Option<u64>) -> bool {
+    let those = voters.iter().enumerate().filter(|(seat, own)| life(*seat) == Some(**own));
+    2 * those.count() > voters.len()
+}
+
+/// The seats that an agent may ask for, with the records that it writes there in place of those that it
+/// has read.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) struct Claim<D> {
+    pub(super) term: u64,
+    pub(super) records: Vec<Option<Record<D>>>,
+}
+
+/// Returns what the agent of seat `own` may claim. `seats` are those that it reaches, and
+/// `is_silent` tells whose records have not changed for so long that their coordinator is lost.
+///
+/// At the start of a job all seats must be there, and the first one's agent claims them with what
+/// `begin` returns: the job, and the value before any decision.
+pub(super) fn claim<D: Clone>(
+    own: usize,
+    seats: &[Option<Seat<D>>],
+    is_silent: impl Fn(usize) -> bool,
+    begin: impl FnOnce() -> (u64, D),
+) -> Option<Claim<D>> {
+    let count = seats.len() as u64;
+    let found = || seats.iter().flatten().filter_map(|seat| seat.record.as_ref());
+    let Some(newest) = found().map(|record| &record.decided).max_by_key(|decided| decided.age())
+    else {
+        let lives: Option<Vec<u64>> = seats.iter().map(|seat| Some(seat.as_ref()?.life)).collect();
+        let voters = lives.filter(|_| own == 0)?;
+        let ((job, value), term) = (begin(), count);
+        let decided = Decided { term, number: 0, voters, value };
+        let record = Record { job, term, beat: 0, decided };
+        return Some(Claim { term, records: vec![Some(record); seats.len()] });
+    };
+    let last = found().map(|record| record.term).max()?;
+    let term = last - last % count + own as u64;
+    let term = if term > last { term } else { term + count };
+    let record = |(at, seat): (usize, &Option<Seat<D>>)| {
+        let seat = seat.as_ref().filter(|seat| seat.life == newest.voters[at] && is_silent(at))?;
+        let record = seat.record.clone()?;
+        Some(Record { term, beat: 0, ..record })
+    };
+    let records: Vec<Option<Record<D>>> = seats.iter().enumerate().map(record).collect();
+    let asked = |at: usize| records[at].as_ref().map(|_| newest.voters[at]);
+    is_majority(&newest.voters, asked).then_some(Claim { term, records })
+}
+
+/// A coordinator's hold on the seats.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) struct Lead<D> {
+    job: u64,
+    term: u64,
+    decided: Decided<D>,
+    /// The voters of the last decision that was recorded.
+    voters_before: Vec<u64>,
+    /// For each seat its life, and the last decision that it has recorded.
+    recorded: Vec<Option<(u64, u64)>>,
+}
+
+impl<D: Clone> Lead<D> {
+    /// The hold of an agent that has written its records at the seats with these lives; `None` if they
+    /// are no majority.
+    pub(super) fn of(claim: &Claim<D>, granted: &[Option<u64>]) -> Option<Self> {
+        let records = claim.records.iter().zip(granted);
+        let records = records.filter_map(|(record, granted)| granted.and(record.as_ref()));
+        let Record { job, decided, .. } = records.max_by_key(|record| record.decided.age())?;
+        if !is_majority(&decided.voters, |at| granted[at]) {
+            return None;
+        }
+        let decided = Decided { term: claim.term, ..decided.clone() };
+        Some(Self {
+            job: *job,
+            term: claim.term,
+            voters_before: decided.voters.clone(),
+            recorded: vec![None; decided.voters.len()],
+            decided,
+        })
+    }
+
+    pub(super) fn term(&self) -> u64 {
+        self.term
+    }
+
+    pub(super) fn decided(&self) -> &D {
+        &self.decided.value
+    }
+
+    /// Decides, once it [is recorded](Self::is_recorded).
+    pub(super) fn decide(&mut self, value: D) {
+        self.decided.number += 1;
+        self.decided.value = value;
+    }
+
+    /// The record to write in place of the one found, with this beat; `None` if another coordinator has
+    /// the seat, or another job.
+    pub(super) fn record(&self, found: Option<&Record<D>>, beat: u64) -> Option<Record<D>> {
+        if found.is_some_and(|found| found.job != self.job || found.term > self.term) {
+            return None;
+        }
+        let Self { job, term, ref decided, .. } = *self;
+        Some(Record { job, term, beat, decided: decided.clone() })
+    }
+
+    /// Notes that a seat has a record.
+    pub(super) fn note(&mut self, seat: usize, life: u64, record: &Record<D>) {
+        // The record of a claim has what was decided before.
+        if record.decided.term != self.term {
+            return;
+        }
+        self.recorded[seat] = Some((life, record.decided.number));
+        if self.is_recorded() {
+            self.voters_before.clone_from(&self.decided.voters);
+            // A seat that was empty has everything now.
+            if self.decided.voters[seat] != life {
+                self.decided.voters[seat] = life;
+                self.decided.number += 1;
+            }
+        }
+    }
+
+    /// Whether the last decision holds.
+    pub(super) fn is_recorded(&self) -> bool {
+        let has = |at: usize| {
+            let (life, number) = self.recorded[at]?;
+            (number >= self.decided.number).then_some(life)
+        };
+        is_majority(&self.decided.voters, has) && is_majority(&self.voters_before, has)
+    }
+
+    /// Whether the seats that it has written in time are a majority.
+    pub(super) fn is_held(&self, in_time: impl Fn(usize) -> bool) -> bool {
+        let life = |at: usize| self.recorded[at].filter(|_| in_time(at)).map(|(life, _)| life);
+        is_majority(&self.decided.voters, life)
+    }
+}
+
+/// Returns the term of the coordinator that a majority of the voters knows.
+pub(super) fn coordinator<D>(seats: &[Option<Seat<D>>]) -> Option<u64> {
+    let record = |at: usize| seats[at].as_ref()?.record.as_ref();
+    let newest = (0..seats.len()).filter_map(record).max_by_key(|record| record.term)?;
+    let of_term = |at: usize| {
+        record(at).filter(|record| record.term == newest.term)?;
+        seats[at].as_ref().map(|seat| seat.life)
+    };
+    is_majority(&newest.decided.voters, of_term).then_some(newest.term)
+}
