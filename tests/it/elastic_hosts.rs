@@ -36,6 +36,7 @@ fn undisturbed(job: &Job<'_>) -> Vec<(u64, f64)> {
 #[derive(Clone)]
 pub(crate) struct Agents<'a> {
     job: Job<'a>,
+    /// Where agents meet; several, separated by commas, of which any agent may coordinate the job.
     endpoint: String,
     nodes: &'a str,
     devices: &'a str,
@@ -43,9 +44,12 @@ pub(crate) struct Agents<'a> {
 
 impl<'a> Agents<'a> {
     pub(crate) fn new(job: Job<'a>, nodes: &'a str, devices: &'a str) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let endpoint = listener.local_addr().unwrap().to_string();
-        Self { job, endpoint, nodes, devices }
+        Self { job, endpoint: free_endpoints(1), nodes, devices }
+    }
+
+    /// Agents of which each of three may coordinate the job.
+    pub(crate) fn with_three_seats(self) -> Self {
+        Self { endpoint: free_endpoints(3), ..self }
     }
 
     fn job(&self, node_rank: &str) -> Job<'a> {
@@ -58,6 +62,8 @@ impl<'a> Agents<'a> {
     }
 
     fn with(&self, more: &[&str]) -> Job<'a> {
+        // A loaded machine may keep a coordinator from its seats for a while.
+        let keep_alive = if self.endpoint.contains(',') { "5" } else { "3" };
         let args = [
             "--nnodes",
             self.nodes,
@@ -66,7 +72,7 @@ impl<'a> Agents<'a> {
             "--rdzv-endpoint",
             &self.endpoint,
             "--keep-alive-timeout-secs",
-            "3",
+            keep_alive,
             "--last-call-timeout-secs",
             "5",
         ];
@@ -80,6 +86,14 @@ impl<'a> Agents<'a> {
     fn start_two(&self) -> [Running; 2] {
         ["0", "1"].map(|node_rank| self.start(node_rank))
     }
+}
+
+/// Endpoints with free ports, separated by commas.
+fn free_endpoints(count: usize) -> String {
+    let listen = |_| TcpListener::bind("127.0.0.1:0").unwrap();
+    let listeners: Vec<TcpListener> = (0..count).map(listen).collect();
+    let address = |listener: &TcpListener| listener.local_addr().unwrap().to_string();
+    listeners.iter().map(address).collect::<Vec<_>>().join(",")
 }
 
 pub(crate) fn losses(runs: &[Run]) -> Vec<(u64, f64)> {
@@ -266,6 +280,100 @@ fn a_coordinator_without_ranks_survives_all_hosts() {
     let mut losses: std::collections::BTreeMap<u64, f64> = killed.losses_so_far();
     losses.extend(runs[0].losses());
     assert_close_to(&losses.into_iter().collect::<Vec<_>>(), &expected);
+}
+
+#[test]
+fn coordinators_are_replaced_one_after_another() {
+    let scratch = Scratch::with_tokens();
+    // Slow steps: new processes must start before the end.
+    let job = training(&scratch, "ddp").set(&[
+        "trainer.max_steps=3000",
+        "trainer.global_batch_size=12",
+        "trainer.elastic.max_restarts=0",
+    ]);
+    let expected = job.clone().set(&["trainer.devices=3"]).succeed().losses();
+    let agents = Agents::new(job, "1:3", "1").with_three_seats();
+    let mut running: Vec<Running> = Vec::new();
+    for node in 0..3 {
+        running.push(agents.start(&node.to_string()));
+    }
+    let mut found = std::collections::BTreeMap::new();
+    let mut ended = Vec::new();
+    // The coordinator is on the first of the nodes that are left, which reports.
+    for node in ["0", "1"] {
+        running[0].until("steps", |this| (this.count_of("step") >= 20).then_some(()));
+        let killed = running.remove(0);
+        kill_process(killed.pid(), Signal::KILL).unwrap();
+        ended.push(killed.wait());
+        let has_begun =
+            |this: &Running, count| (this.count_of("generation") == count).then_some(());
+        running[0].until("the others to go on", |this| has_begun(this, 1));
+        let another = running.iter().any(|this| this.said("This agent coordinates it now"));
+        assert!(another, "node {node} was lost");
+        running.push(agents.start(node));
+        running[0].until("the node to come back", |this| has_begun(this, 2));
+    }
+    let runs: Vec<Run> = running.into_iter().map(Running::wait).collect();
+    for run in &runs {
+        assert_eq!(run.code(), Some(0), "{}{}", run.stdout, run.stderr);
+    }
+    found.extend(ended.iter().flat_map(Run::losses_so_far));
+    found.extend(losses(&runs));
+    assert_close(&found, &expected, 1e-6);
+    left_nothing(&scratch);
+}
+
+#[test]
+fn a_coordinator_without_ranks_is_replaced() {
+    let scratch = Scratch::with_tokens();
+    let job = training(&scratch, "ddp").set(&["trainer.max_steps=5000"]);
+    let expected = undisturbed(&job);
+    let agents = Agents::new(job, "2", "2").with_three_seats();
+    let coordinator = agents.coordinator().start();
+    coordinator.until("its start", |this| this.said("may coordinate").then_some(()));
+    let running = agents.start_two();
+    // Its store is that of the second generation.
+    let process = rank_of(&running[1], 3);
+    running[0].reach(20);
+    kill_process(process, Signal::KILL).unwrap();
+    let begun = |this: &Running, count| (this.count_of("generation") == count).then_some(());
+    running[0].until("the second generation", |this| begun(this, 1));
+    kill_process(coordinator.pid(), Signal::KILL).unwrap();
+    running[0].until("the third generation", |this| begun(this, 2));
+    coordinator.wait();
+    let runs = running.map(Running::wait);
+    let generations = gone_on(&runs);
+    assert_eq!(generations[1]["world_size"], 4, "all ranks are kept");
+    assert_eq!(losses(&runs), expected);
+    let said = format!("{}{}", runs[0].stderr, runs[1].stderr);
+    assert!(said.contains("the agent that coordinated the job, on"), "{said}");
+}
+
+#[test]
+fn the_larger_half_of_a_partition_goes_on() {
+    let Some(hosts) = Hosts::new() else { return };
+    let scratch = Scratch::with_tokens();
+    let job = training(&scratch, "ddp").set(&["trainer.global_batch_size=12"]);
+    let expected = job.clone().set(&["trainer.devices=3"]).succeed().losses();
+    let (first, second) = (hosts.address(0), hosts.address(1));
+    let endpoint = format!("{first}:29400,{second}:29401,{second}:29402");
+    let agents = Agents { endpoint, ..Agents::new(job, "1:3", "1") };
+    // The coordinator is alone on the first host.
+    let start = |node: usize| {
+        let job = agents.job(&node.to_string());
+        job.within(hosts.name(usize::from(node > 0))).start()
+    };
+    let running = [0, 1, 2].map(start);
+    running[0].reach(20);
+    hosts.cut();
+    let [alone, runs @ ..] = running.map(Running::wait);
+    assert!(!alone.status.success(), "{}", alone.stdout);
+    assert!(alone.stderr.contains("fewer than a majority of the 3 hosts"), "{}", alone.stderr);
+    let generation = &gone_on(&runs)[0];
+    assert_eq!((&generation["world_size"], &generation["repeated_steps"]), (&2.into(), &0.into()));
+    let mut found = alone.losses_so_far();
+    found.extend(losses(&runs));
+    assert_close(&found, &expected, 1e-6);
 }
 
 #[test]

@@ -9,14 +9,15 @@
 
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::link::Place;
+use super::link::{Link, Place};
 use super::rank::{LaunchedRank, Membership, RankInfo, membership};
 use super::signals::Starting;
 use crate::{Error, Result};
+use fulgurite_store::{Store as _, TcpStore};
 
 /// How a job goes on after it has lost a rank.
 ///
@@ -65,6 +66,8 @@ pub(super) struct Invitation {
 
 /// Time to connect to the next store, which listens already.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time to connect before the agent is asked whether the store is lost.
+const CONNECT_SLICE: Duration = Duration::from_secs(2);
 /// The supervisor alone decides which ranks have not come in time.
 pub(super) const UNLIMITED: Duration = Duration::from_secs(365 * 24 * 3600);
 /// Begins an invitation in the message of a failure.
@@ -163,7 +166,7 @@ pub fn join_next_generation(within: Duration) -> Result<Option<LaunchedRank>> {
             return Err(Error::PeerFailed { rank: lost, message });
         };
         let link = before.link.to(&invitation, &info)?;
-        let client = match link.connect(info, CONNECT_TIMEOUT) {
+        let client = match connect(&link, info) {
             Ok(client) => Arc::new(client),
             // The host of the next store may be lost too, which the agent tells.
             Err(error @ Error::Launch(_)) if link.agent.is_some() => {
@@ -192,6 +195,18 @@ pub fn join_next_generation(within: Duration) -> Result<Option<LaunchedRank>> {
             // Another rank was lost meanwhile.
             Err(Error::PeerFailed { .. }) => (place, failed) = (joined.place(), None),
             Err(error) => return Err(error),
+        }
+    }
+}
+
+/// Connects to the store of a generation, unless the agent tells meanwhile that the generation is over.
+fn connect(link: &Link, info: RankInfo) -> Result<TcpStore> {
+    let begun = Instant::now();
+    loop {
+        let is_over = || link.agent.as_ref().is_some_and(|to| to.client().failure().is_some());
+        match link.connect(info, CONNECT_SLICE) {
+            Err(Error::Launch(_)) if begun.elapsed() < CONNECT_TIMEOUT && !is_over() => {}
+            done => return done,
         }
     }
 }

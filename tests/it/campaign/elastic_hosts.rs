@@ -13,6 +13,17 @@ use crate::program::{Run, Running, Scratch};
 
 const STEPS: u64 = 500;
 
+/// Which agents may coordinate a job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Coordinators {
+    /// The first node's agent, which is not killed.
+    First,
+    /// An agent without ranks, which is not killed.
+    Own,
+    /// Each of three, of which one at a time may be lost.
+    Three,
+}
+
 /// What happens to a job.
 #[derive(Debug, Clone, Copy)]
 enum Strike {
@@ -20,6 +31,8 @@ enum Strike {
     Rank(usize, Signal),
     /// The agent of this node is killed, and with it its ranks.
     Node(usize),
+    /// The agent without ranks is killed.
+    Coordinator,
     /// An agent takes the place of the killed one.
     Return,
     /// The last strike: this node's agent is asked to end the job.
@@ -59,13 +72,25 @@ fn strike_at_random(scratch: &Scratch, trial: &mut Trial, generations: &mut usiz
     let mark = format!("CAMPAIGN_MARK={mark}");
     let (allowed, devices_text) = (format!("1:{nodes}"), devices.to_string());
     let agents = Agents::new(job, &allowed, &devices_text);
-    // Without an own host for it, the first node's agent is the coordinator, which is not killed.
-    let coordinator = rng.bool().then(|| {
+    let coordinators =
+        [Coordinators::First, Coordinators::Own, Coordinators::Three][rng.usize(..3)];
+    let agents = match coordinators {
+        Coordinators::Three => agents.with_three_seats(),
+        _ => agents,
+    };
+    let has_own =
+        coordinators == Coordinators::Own || coordinators == Coordinators::Three && nodes == 2;
+    let mut coordinator = has_own.then(|| {
         let coordinator = agents.coordinator().start();
-        coordinator.until("the rendezvous", |this| this.said("coordinates the job").then_some(()));
+        let is_there = |this: &Running| this.said("coordinate").then_some(());
+        match coordinators {
+            Coordinators::Own => coordinator.until("the rendezvous", is_there),
+            // Three agents make one.
+            _ => std::thread::sleep(Duration::from_millis(100)),
+        }
         coordinator
     });
-    let first_mortal = usize::from(coordinator.is_none());
+    let first_mortal = usize::from(coordinators == Coordinators::First);
     let mut running: Vec<Option<Running>> =
         (0..nodes).map(|node| Some(agents.start(&node.to_string()))).collect();
     let (mut struck, mut killed, mut lost_node) = (Vec::new(), Vec::new(), None);
@@ -76,13 +101,17 @@ fn strike_at_random(scratch: &Scratch, trial: &mut Trial, generations: &mut usiz
         let wait =
             Duration::from_millis(if at == strikes { rng.u64(..400) } else { rng.u64(10..1500) });
         std::thread::sleep(wait);
-        let strike = match (rng.usize(..4), lost_node) {
+        let one_is_lost = lost_node.is_some() || has_own && coordinator.is_none();
+        let strike = match (rng.usize(..4), one_is_lost) {
             _ if at == strikes => {
                 let left: Vec<usize> = (0..nodes).filter(|node| running[*node].is_some()).collect();
                 Strike::Interrupt(left[rng.usize(..left.len())])
             }
-            (0, None) => Strike::Node(rng.usize(first_mortal..nodes)),
-            (0 | 1, Some(_)) => Strike::Return,
+            (0, false) if has_own && coordinators == Coordinators::Three && rng.bool() => {
+                Strike::Coordinator
+            }
+            (0, false) => Strike::Node(rng.usize(first_mortal..nodes)),
+            (0 | 1, true) => Strike::Return,
             // A frozen rank hears of no interruption.
             (2, _) if !interrupts => Strike::Rank(rng.usize(..world_size), Signal::STOP),
             _ => Strike::Rank(rng.usize(..world_size), Signal::KILL),
@@ -101,38 +130,54 @@ fn strike_at_random(scratch: &Scratch, trial: &mut Trial, generations: &mut usiz
                 killed.push(agent.wait());
                 lost_node = Some(node);
             }
+            Strike::Coordinator => {
+                let agent = coordinator.take().expect("it is there");
+                agent.signal(Signal::KILL);
+                agent.wait();
+            }
             Strike::Interrupt(node) => {
                 running[node].as_ref().expect("it was chosen").signal(Signal::TERM);
             }
             Strike::Return => {
-                let node = lost_node.take().expect("a node is lost");
-                running[node] = Some(agents.start(&node.to_string()));
+                match lost_node.take() {
+                    Some(node) => running[node] = Some(agents.start(&node.to_string())),
+                    None => coordinator = Some(agents.coordinator().start()),
+                }
+                // Another one may be lost once this one's seat counts.
+                if coordinators == Coordinators::Three {
+                    std::thread::sleep(Duration::from_secs(5));
+                }
             }
         }
         struck.push((wait, strike));
     }
-    eprintln!("{strategy} on {nodes} x {devices}, {replicas}: {struck:?}");
+    let what =
+        format!("{strategy} on {nodes} x {devices}, {replicas}, {coordinators:?}: {struck:?}");
+    eprintln!("{what}");
     let mut running = running.into_iter().flatten();
-    // The agent that coordinates ends last.
-    let coordinator = coordinator.map(Running::wait);
     let mut runs = Vec::new();
-    if coordinator.is_none() {
-        runs.extend(running.next().map(Running::wait));
+    let mut code = None;
+    // The agent that coordinates ends last.
+    match (coordinators, coordinator) {
+        (Coordinators::First, _) => runs.extend(running.next().map(Running::wait)),
+        (Coordinators::Own, Some(coordinator)) => code = coordinator.wait().code(),
+        (_, Some(other)) => drop(result(other)),
+        (_, None) => {}
     }
     runs.extend(running.filter_map(result));
     let text = || {
         let said: Vec<String> =
             runs.iter().map(|run| format!("{}\n{}", run.status, run.stderr)).collect();
-        format!("{strategy} on {nodes} x {devices}, {replicas}: {struck:?}\n{}", said.join("---\n"))
+        format!("{what}\n{}", said.join("---\n"))
     };
     assert_nothing_is_left(&mark);
-    let code = coordinator.as_ref().unwrap_or_else(|| &runs[0]).code();
+    let code = code.or_else(|| runs[0].code());
     let all = || runs.iter().chain(&killed);
     if interrupts && code != Some(0) {
         // In an instant of the change the end of the job is a failure.
         assert!([Some(143), Some(1)].contains(&code), "{}", text());
         assert!(all().all(|run| !run.stderr.contains("panicked")), "{}", text());
-        eprintln!("{strategy} on {nodes} x {devices}: {struck:?}, ended with {code:?}");
+        eprintln!("{what}, ended with {code:?}");
         return;
     }
     if code != Some(0) {
@@ -146,8 +191,7 @@ fn strike_at_random(scratch: &Scratch, trial: &mut Trial, generations: &mut usiz
     }
     let begun: usize = runs.iter().map(|run| run.events_of("generation").len()).sum();
     *generations += begun;
-    let own_host = if coordinator.is_some() { ", a coordinator of its own" } else { "" };
-    eprintln!("{strategy} on {nodes} x {devices}, {replicas}{own_host}: {struck:?}, {begun} times");
+    eprintln!("{what}, {begun} times");
     let mut found: BTreeMap<u64, f64> = killed.iter().flat_map(Run::losses_so_far).collect();
     found.extend(losses(&runs));
     assert_eq!(found.len() as u64, STEPS, "{}", text());
@@ -156,7 +200,7 @@ fn strike_at_random(scratch: &Scratch, trial: &mut Trial, generations: &mut usiz
 
 /// The result of an agent; `None` for one that came after the end of the job, which waits.
 fn result(agent: Running) -> Option<Run> {
-    const WAITS: &str = "waits for an agent that hosts the rendezvous";
+    const WAITS: &str = "waits for ";
     agent.until("its end", |this| (this.members().is_empty() || this.said(WAITS)).then_some(()));
     if !agent.members().is_empty() {
         agent.signal(Signal::KILL);

@@ -277,7 +277,8 @@ impl Shared {
                 is_known = is_known || self.come(&store).is_ok();
                 if is_known {
                     answers = self.tell(&store, term);
-                    if beaten.is_none_or(|at| at.elapsed() >= BEAT) {
+                    // The first heartbeat says that the coordinator knows everything.
+                    if answers && beaten.is_none_or(|at| at.elapsed() >= BEAT) {
                         (beats, beaten) = (beats + 1, Some(Instant::now()));
                         // A failure shows in the reads below.
                         let _ = write(&store, &keys::beat(self.agent), &beats);

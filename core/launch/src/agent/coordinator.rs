@@ -464,6 +464,13 @@ impl Coordinator {
         Some(if replaced { YIELDS } else { self.options.keep_alive })
     }
 
+    /// Whether all agents of an attempt have told this coordinator what they told the one before, or are
+    /// lost. An agent's heartbeat comes after that.
+    fn all_have_told(&self, attempt: &Attempt) -> bool {
+        let has_told = |node: &Node| self.agents.get(&node.agent).is_some_and(|it| it.beat > 0);
+        attempt.nodes.iter().all(|node| has_told(node) || self.silent_for(node.agent).is_some())
+    }
+
     /// Returns how an elastic job goes on after what has changed.
     fn next_generation(&mut self, attempt: &Attempt, restarts: &[u64]) -> Result<Next> {
         // What follows is said in ranks of this attempt, so all agents must have begun it.
@@ -545,6 +552,10 @@ impl Coordinator {
         let (mut stopped_at, mut is_done) = (None::<Instant>, false);
         loop {
             self.look()?;
+            if !self.all_have_told(attempt) {
+                std::thread::sleep(POLL);
+                continue;
+            }
             if verdict.is_none() {
                 match self.next_generation(attempt, restarts)? {
                     Next::Nothing => {}

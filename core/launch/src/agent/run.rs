@@ -63,17 +63,17 @@ pub fn run(options: &AgentOptions) -> Result<i32> {
             .spawn(run)
             .map_err(|e| Error::Launch(format!("starting a thread: {e}{}", advice(&e))))?;
     }
-    match meeting.wait_for_coordinator(options) {
-        Err(Error::Interrupted) => {
-            return signals::take().map(say_interrupted).ok_or(Error::Interrupted);
-        }
-        met => met?,
-    }
     if options.devices == 0 {
         print_message(match options.endpoints.len() {
             1 => "this agent coordinates the job, and starts no ranks",
             _ => "this agent is one of those that may coordinate the job, and starts no ranks",
         });
+    }
+    match meeting.wait_for_coordinator(options) {
+        Err(Error::Interrupted) => {
+            return signals::take().map(say_interrupted).ok_or(Error::Interrupted);
+        }
+        met => met?,
     }
     let member = Member {
         host,
