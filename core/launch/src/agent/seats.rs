@@ -346,11 +346,15 @@ impl Shared {
             let begun = Instant::now();
             let visited = match store {
                 Some(store) => self.visit(at, life, &*store),
-                None => connect(first).map(|store| {
-                    let view = &mut self.lock().seats[at];
-                    (view.store, view.unreached) = (Some(store), None);
-                    first = false;
-                }),
+                None => match connect(first) {
+                    Ok(store) => {
+                        let view = &mut self.lock().seats[at];
+                        (view.store, view.unreached) = (Some(store), None);
+                        first = false;
+                        continue;
+                    }
+                    Err(error) => Err(error),
+                },
             };
             let pause = match visited {
                 Ok(()) => self.interval,
