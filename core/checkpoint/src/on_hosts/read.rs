@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
+use super::Hosts;
 use super::found::OnHosts;
 use super::serve::{Groups, Link, source, sources, start_serving};
-use super::Hosts;
 use crate::{CheckpointIO, CheckpointReader, CheckpointWriter, Entry};
 use crate::{Error, Result};
 use fulgurite_engine::collective::ProcessGroup;
@@ -127,7 +127,10 @@ impl std::fmt::Debug for View {
 
 impl View {
     fn read_only<T>(&self, path: &str) -> Result<T> {
-        Err(Error::checkpoint(self.location(path), "copies in the memory of hosts are only read here"))
+        Err(Error::checkpoint(
+            self.location(path),
+            "copies in the memory of hosts are only read here",
+        ))
     }
 
     /// The path within the checkpoint.
@@ -148,7 +151,8 @@ impl CheckpointIO for View {
 
     fn open(&self, path: &str) -> Result<Arc<dyn CheckpointReader>> {
         let place = self.within(path).and_then(|file| self.files.get(file));
-        let missing = || Error::io("opening", self.location(path))(std::io::ErrorKind::NotFound.into());
+        let missing =
+            || Error::io("opening", self.location(path))(std::io::ErrorKind::NotFound.into());
         let Place { index, bytes, link } = place.ok_or_else(missing)?;
         match (link, &self.own) {
             (Some(link), _) => {

@@ -119,7 +119,8 @@ impl Save<'_> {
         let Self { io, group, name, staged, .. } = *self;
         agreed(group, self.on_leader(|| io.commit(staged, name)))?;
         self.on_leader(|| {
-            for old in io.list("")?.iter().filter(|entry| entry.is_directory && entry.name != name) {
+            for old in io.list("")?.iter().filter(|entry| entry.is_directory && entry.name != name)
+            {
                 if let Err(error) = io.remove(&old.name) {
                     tracing::warn!("an old copy stays: {error}");
                 }
@@ -300,8 +301,7 @@ mod tests {
         let long = 2 * PIECE as u64 + 5;
         let files = [("a", long), ("b", PIECE as u64)];
         let files = files.map(|(file, len)| (file.to_owned(), (len, digest.clone())));
-        let written =
-            Written { files: files.into(), model: Vec::new(), optimizer: Vec::new() };
+        let written = Written { files: files.into(), model: Vec::new(), optimizer: Vec::new() };
         let found: Vec<_> = pieces(&written)
             .into_iter()
             .map(|piece| (piece.file.to_string(), piece.offset, piece.len, piece.is_last))

@@ -12,9 +12,9 @@ use std::thread::JoinHandle;
 
 use candle_core::{DType, Device, Tensor};
 
+use super::Hosts;
 use super::found::{Found, OnHosts};
 use super::save::PIECE;
-use super::Hosts;
 use crate::{CheckpointIO, CheckpointReader};
 use crate::{Error, Result};
 use fulgurite_engine::autograd::storage;
@@ -71,12 +71,7 @@ fn request(index: i64, offset: i64, len: i64) -> Result<Tensor> {
 }
 
 /// Answers the requests of one rank, until it sends no more.
-fn serve(
-    groups: &Groups,
-    client: usize,
-    io: &dyn CheckpointIO,
-    paths: &[String],
-) -> Result<()> {
+fn serve(groups: &Groups, client: usize, io: &dyn CheckpointIO, paths: &[String]) -> Result<()> {
     let asked = request(0, 0, 0)?;
     let buffer = Tensor::zeros(PIECE, DType::U8, &Device::Cpu)?;
     let mut open: BTreeMap<usize, Arc<dyn CheckpointReader>> = BTreeMap::new();
@@ -111,8 +106,9 @@ pub(super) fn start_serving(
     let (own, size) = (groups.requests.rank(), groups.requests.size());
     let clients = (0..size).filter(|rank| sources(hosts, checkpoint, *rank).contains(&own));
     let Some(io) = io else { return Ok(Vec::new()) };
-    let paths: Arc<Vec<String>> =
-        Arc::new(checkpoint.files.keys().map(|file| format!("{}/{file}", checkpoint.name)).collect());
+    let paths: Arc<Vec<String>> = Arc::new(
+        checkpoint.files.keys().map(|file| format!("{}/{file}", checkpoint.name)).collect(),
+    );
     let start = |client| {
         let (groups, io, paths) = (groups.clone(), io.clone(), paths.clone());
         let run = move || {

@@ -8,7 +8,7 @@ use toml::Table;
 
 use super::checkpoints::lookup::CheckpointLookup;
 use super::checkpoints::place::Saving;
-use super::elastic::{Kept, Recovered, agree, remove_kept_states};
+use super::elastic::{Kept, Recovered, agree};
 use super::end::{
     end_hooks, profile_on_exception, summarize, tear_down_saving, write_flight_after,
 };
@@ -321,9 +321,6 @@ impl Trainer {
         });
         if let Some(copies) = session.copies.take() {
             copies.end();
-        }
-        if run.trainer.elastic.enabled && rank == 0 {
-            remove_kept_states(&session.setup.run_dir);
         }
         let status = RunStatus::of(&result);
         end_hooks(&mut session, status, result.as_ref().err());

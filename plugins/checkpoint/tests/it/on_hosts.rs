@@ -293,9 +293,11 @@ fn large_files_come_in_pieces() {
     let big = |rank: usize| {
         let mut request = request(mesh(ids), rank, 7, 7);
         let rows = 3 << 20;
-        let region = fulgurite_core::shard::Region { offsets: vec![rows * rank], sizes: vec![rows] };
+        let region =
+            fulgurite_core::shard::Region { offsets: vec![rows * rank], sizes: vec![rows] };
         let begin = (rows * rank) as f32;
-        let values = candle_core::Tensor::arange(begin, begin + rows as f32, &candle_core::Device::Cpu);
+        let values =
+            candle_core::Tensor::arange(begin, begin + rows as f32, &candle_core::Device::Cpu);
         request.model = vec![fulgurite_core::checkpoint::ShardTensor {
             name: "w".to_owned(),
             values: values.unwrap(),
