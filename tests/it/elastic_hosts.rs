@@ -32,6 +32,12 @@ fn undisturbed(job: &Job<'_>) -> Vec<(u64, f64)> {
     job.clone().set(&["trainer.devices=4"]).succeed().losses().into_iter().collect()
 }
 
+/// The losses of the training on one rank, which are the same up to rounding.
+fn alone(job: &Job<'_>) -> Vec<(u64, f64)> {
+    let job = job.clone().set(&["trainer.devices=1", "trainer.strategy=ddp"]);
+    job.succeed().losses().into_iter().collect()
+}
+
 /// Where agents meet, and the options that all of them have.
 #[derive(Clone)]
 pub(crate) struct Agents<'a> {
@@ -204,12 +210,11 @@ fn shards_of_a_lost_host_are_with_the_next() {
 fn lost_shards_come_back_to_a_new_host() {
     let scratch = Scratch::with_tokens();
     let job = training(&scratch, "fsdp").set(&[
-        "trainer.max_steps=1500",
-        "trainer.global_batch_size=48",
+        "trainer.max_steps=500",
+        "trainer.global_batch_size=24",
         "trainer.elastic.replicas=1",
     ]);
-    let expected: Vec<_> =
-        job.clone().set(&["trainer.devices=3"]).succeed().losses().into_iter().collect();
+    let expected = alone(&job);
     let agents = Agents::new(job, "1:3", "1");
     let [first, second, third] = ["0", "1", "2"].map(|node| agents.start(node));
     first.reach(20);
@@ -222,7 +227,8 @@ fn lost_shards_come_back_to_a_new_host() {
     let generations = gone_on(&runs);
     let of = |key: &str| generations.iter().map(|event| event[key].clone()).collect::<Vec<_>>();
     assert_eq!(of("world_size"), [2, 3]);
-    assert_eq!(of("from"), ["the copies in the hosts' memory"; 2]);
+    // A host that joins takes nothing away: the others hold everything.
+    assert_eq!(of("from"), ["the copies in the hosts' memory", "the memory of ranks [0, 1]"]);
     assert!(
         of("repeated_steps").iter().all(|steps| steps.as_u64().unwrap() <= 2),
         "{generations:?}"
@@ -243,11 +249,11 @@ fn hosts_need_no_shared_directory() {
     for (strategy, replicas) in [("ddp", 0), (hsdp, 0), ("fsdp", 1)] {
         let scratch = Scratch::with_tokens();
         let job = training(&scratch, strategy).set(&[
-            "trainer.max_steps=1500",
-            "trainer.global_batch_size=64",
+            "trainer.max_steps=600",
+            "trainer.global_batch_size=32",
             &format!("trainer.elastic.replicas={replicas}"),
         ]);
-        let expected = undisturbed(&job);
+        let expected = alone(&job);
         let agents = Agents::new(job, "1:2", "2");
         let start = |node: &str| agents.job(node).mounting(APART).start();
         let [first, second] = ["0", "1"].map(start);
@@ -261,9 +267,10 @@ fn hosts_need_no_shared_directory() {
         let generations = gone_on(&runs);
         let repeated = |event: &Value| event["repeated_steps"].as_u64().unwrap();
         assert!(generations.iter().all(|event| repeated(event) <= 2 * replicas), "{generations:?}");
-        let from = generations[1]["from"].as_str().unwrap();
-        let memory = if replicas == 0 { "the memory of rank" } else { "the copies in the hosts'" };
-        assert!(from.starts_with(memory), "{strategy}: {from}");
+        let from = |generation: usize| generations[generation]["from"].as_str().unwrap();
+        let memory = if replicas == 0 { "the memory of rank" } else { "the copies in the host's" };
+        assert!(from(0).starts_with(memory), "{strategy}: {}", from(0));
+        assert!(from(1).starts_with("the memory of rank"), "{strategy}: {}", from(1));
         assert_close_to(&losses(&runs), &expected);
     }
 }
@@ -272,8 +279,7 @@ fn hosts_need_no_shared_directory() {
 fn two_lost_neighbours_leave_the_checkpoint() {
     let scratch = Scratch::with_tokens();
     let job = training(&scratch, "fsdp").set(&["trainer.global_batch_size=12"]);
-    let expected: Vec<_> =
-        job.clone().set(&["trainer.devices=3"]).succeed().losses().into_iter().collect();
+    let expected = alone(&job);
     let job = job.set(&["trainer.elastic.replicas=1", "checkpoint.every_n_steps=8"]);
     let agents = Agents::new(job, "1:3", "1");
     let [first, second, third] = ["0", "1", "2"].map(|node| agents.start(node));

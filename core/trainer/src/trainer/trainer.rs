@@ -478,6 +478,7 @@ impl Trainer {
             Some(recorder) => recorder.watch(own_world.clone()),
             None => own_world.clone(),
         };
+        let background = world.clone();
         let world = match own_world.size() {
             1 => world,
             _ => traffic.watch(world),
@@ -550,6 +551,7 @@ impl Trainer {
             saving,
             setup: SessionSetup {
                 fabric,
+                background,
                 config,
                 run_dir,
                 begun_at: recovered

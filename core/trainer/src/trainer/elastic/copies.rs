@@ -76,7 +76,8 @@ impl Copies {
         let Some(place) = &places[hosts.leader(hosts.of(rank))] else { return Ok(None) };
         let mut elsewhere = super::states::places();
         elsewhere.retain(|other| other != place && hosts.leads(rank));
-        let mut saver = AsyncSaver::on_hosts(open(place)?, &**world, hosts)?;
+        let background = &*session.setup.background;
+        let mut saver = AsyncSaver::on_hosts(open(place)?, background, hosts)?;
         saver.reserve(&request)?;
         Ok(Some(Self { saver, every_n_steps, elsewhere, last: None }))
     }
