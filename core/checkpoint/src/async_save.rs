@@ -92,8 +92,8 @@ impl AsyncSaver {
         Self::with_group(io, world, "checkpoint", None)
     }
 
-    /// Like [`new`](Self::new), for checkpoints in the memory of hosts: `io` is this host's, and saves
-    /// are as [`save_on_hosts`]. The process group is named `copies`. Collective.
+    /// Like [`new`](Self::new), for checkpoints in the memory of hosts: `io` is this host's, and
+    /// saves are as [`save_on_hosts`]. The process group is named `copies`. Collective.
     ///
     /// # Errors
     /// If the group cannot be made.

@@ -84,8 +84,8 @@ pub fn job_memories() -> Vec<PathBuf> {
     dirs.into_iter().filter(is_own).collect()
 }
 
-/// Returns a name of this host's [`job_memories`], which no other host of the job has; `None` in a job
-/// that is not elastic.
+/// Returns a name of this host's [`job_memories`], which no other host of the job has; `None` in a
+/// job that is not elastic.
 pub fn job_memory_id() -> Option<String> {
     let (starter, started) = membership()?.link.starter()?;
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();

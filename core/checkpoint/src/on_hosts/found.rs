@@ -86,7 +86,8 @@ pub(super) struct Found {
 
 /// Returns the checkpoints of which all files are on hosts, given each host's parts.
 pub fn whole_on_hosts(parts: &[Vec<HostPart>]) -> Vec<OnHosts> {
-    let mut saves: BTreeMap<(&String, &Option<String>), Vec<(usize, &HostPart)>> = BTreeMap::new();
+    // By name and digest: the hosts that have parts of a save.
+    let mut saves: BTreeMap<_, Vec<(usize, &HostPart)>> = BTreeMap::new();
     for (host, parts) in parts.iter().enumerate() {
         for part in parts {
             saves.entry((&part.name, &part.digest)).or_default().push((host, part));

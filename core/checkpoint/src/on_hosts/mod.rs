@@ -1,10 +1,10 @@
 //! Checkpoints in the memory of several hosts, without a directory that all ranks share.
 //!
-//! Each host has a [`CheckpointIO`](super::CheckpointIO) of its own. A rank's files are on its host, and
-//! once more on the next host ([`Hosts::keeper`]), so all files are left after the loss of a host.
-//! [`save_on_hosts`] writes such a checkpoint, [`whole_on_hosts`] finds those of which all files are
-//! left, and [`OnHosts::open`] reads one: a rank asks ranks of other hosts for the byte ranges that its
-//! host lacks.
+//! Each host has a [`CheckpointIO`](super::CheckpointIO) of its own. A rank's files are on its
+//! host, and once more on the next host ([`Hosts::keeper`]), so all files are left after the loss
+//! of a host. [`save_on_hosts`] writes such a checkpoint, [`whole_on_hosts`] finds those of which
+//! all files are left, and [`OnHosts::open`] reads one: a rank asks ranks of other hosts for the
+//! byte ranges that its host lacks.
 
 mod found;
 mod hosts;

@@ -15,8 +15,8 @@ use fulgurite_engine::collective::ProcessGroup;
 /// A checkpoint that all ranks read, each the byte ranges that it needs.
 ///
 /// While it is open, a thread for each rank that lacks files of this host sends them. So every rank
-/// [ends](Self::end) the reading at about the same time. Dropping it without that aborts the reading of
-/// the other ranks.
+/// [ends](Self::end) the reading at about the same time. Dropping it without that aborts the
+/// reading of the other ranks.
 pub struct HostsReader {
     view: Arc<View>,
     servers: Vec<JoinHandle<Result<()>>>,
@@ -24,8 +24,9 @@ pub struct HostsReader {
 }
 
 impl OnHosts {
-    /// Opens the checkpoint on all ranks of `world`, whose hosts are `hosts`. `open` opens a place of
-    /// this host. Collective: ranks get process groups for the reading, if any host lacks a file.
+    /// Opens the checkpoint on all ranks of `world`, whose hosts are `hosts`. `open` opens a place
+    /// of this host. Collective: ranks get process groups for the reading, if any host lacks a
+    /// file.
     ///
     /// # Errors
     /// If a peer fails, this host's place cannot be opened, or no thread can be started.
@@ -64,13 +65,14 @@ impl OnHosts {
 }
 
 impl HostsReader {
-    /// The checkpoint's files, for [`DistributedCheckpoint::open_with`](crate::DistributedCheckpoint).
+    /// The checkpoint's files, for
+    /// [`DistributedCheckpoint::open_with`](crate::DistributedCheckpoint).
     pub fn io(&self) -> Arc<dyn CheckpointIO> {
         self.view.clone()
     }
 
-    /// The error of the group by which a read has failed, if one has. It says more than the error of
-    /// the read.
+    /// The error of the group by which a read has failed, if one has. It says more than the error
+    /// of the read.
     pub fn take_failure(&self) -> Option<Error> {
         self.view.failure.lock().unwrap_or_else(PoisonError::into_inner).take()
     }

@@ -20,20 +20,21 @@ use fulgurite_engine::collective::{ProcessGroup, all_gather_object, broadcast_ob
 /// Bytes that are sent at a time.
 pub(super) const PIECE: usize = 4 << 20;
 
-/// Writes the distributed checkpoint `name` to `io`, which is another place on each host, and returns
-/// its path on this host.
+/// Writes the distributed checkpoint `name` to `io`, which is another place on each host, and
+/// returns its path on this host.
 ///
-/// Each rank writes its files to its host, and sends exactly their bytes to the rank of the next host
-/// that writes them there too. Ranks without a `request` hold no part; the metadata is that of the first
-/// rank with one.
+/// Each rank writes its files to its host, and sends exactly their bytes to the rank of the next
+/// host that writes them there too. Ranks without a `request` hold no part; the metadata is that of
+/// the first rank with one.
 ///
-/// The checkpoint appears on each host in one step, and on no host before all files are complete on all
-/// hosts. Afterwards all other checkpoints are removed from `io`, once all hosts have the new one. So if
-/// ranks are lost meanwhile, the new checkpoint or the one before is whole on all hosts. Collective.
+/// The checkpoint appears on each host in one step, and on no host before all files are complete on
+/// all hosts. Afterwards all other checkpoints are removed from `io`, once all hosts have the new
+/// one. So if ranks are lost meanwhile, the new checkpoint or the one before is whole on all hosts.
+/// Collective.
 ///
 /// # Errors
-/// On every rank, if it fails on any: [`Error::PeerFailed`] on ranks that did not fail. Also if `ready`
-/// is an error on any rank, or no rank has a request.
+/// On every rank, if it fails on any: [`Error::PeerFailed`] on ranks that did not fail. Also if
+/// `ready` is an error on any rank, or no rank has a request.
 pub fn save_on_hosts(
     io: &dyn CheckpointIO,
     group: &dyn ProcessGroup,
@@ -300,7 +301,7 @@ mod tests {
         let digest = crate::FileDigest::of(b"");
         let long = 2 * PIECE as u64 + 5;
         let files = [("a", long), ("b", PIECE as u64)];
-        let files = files.map(|(file, len)| (file.to_owned(), (len, digest.clone())));
+        let files = files.map(|(file, len)| (file.to_owned(), (len, digest)));
         let written = Written { files: files.into(), model: Vec::new(), optimizer: Vec::new() };
         let found: Vec<_> = pieces(&written)
             .into_iter()

@@ -1,9 +1,9 @@
 //! Byte ranges of files on other hosts: who asks whom, and the messages.
 //!
-//! A request is three integers: a file's index, an offset, and a length of at most [`PIECE`] bytes. The
-//! answer is the bytes. A negative index ends the requests of a rank. An error of the server's file aborts
-//! the groups, whose ranks have no other way to go on. Two ranks may ask each other, so requests and
-//! answers have a group each.
+//! A request is three integers: a file's index, an offset, and a length of at most [`PIECE`] bytes.
+//! The answer is the bytes. A negative index ends the requests of a rank. An error of the server's
+//! file aborts the groups, whose ranks have no other way to go on. Two ranks may ask each other, so
+//! requests and answers have a group each.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
@@ -144,11 +144,11 @@ impl Link {
     pub(super) fn read(&self, index: usize, bytes: &mut [u8], offset: u64) -> Result<()> {
         // The answers come in the order of the requests, so one thread asks at a time.
         let mut buffers = self.buffers.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let mut waiting: VecDeque<([Work; 2], Tensor, Tensor, &mut [u8])> = VecDeque::new();
+        let mut waiting = VecDeque::new();
         let mut at = offset;
         for piece in bytes.chunks_mut(PIECE) {
             if waiting.len() == DEPTH {
-                take(waiting.pop_front(), &mut buffers)?;
+                finish(waiting.pop_front(), &mut buffers)?;
             }
             let buffer = match buffers.pop() {
                 Some(buffer) => buffer,
@@ -159,10 +159,10 @@ impl Link {
             let answer = buffer.narrow(0, 0, piece.len())?;
             let received = self.groups.answers.recv(&answer, self.server)?;
             at += piece.len() as u64;
-            waiting.push_back(([sent, received], buffer, answer, piece));
+            waiting.push_back(Asked { works: [sent, received], buffer, answer, piece });
         }
         while !waiting.is_empty() {
-            take(waiting.pop_front(), &mut buffers)?;
+            finish(waiting.pop_front(), &mut buffers)?;
         }
         Ok(())
     }
@@ -173,16 +173,23 @@ impl Link {
     }
 }
 
+/// A request whose answer is under way.
+struct Asked<'a> {
+    works: [Work; 2],
+    buffer: Tensor,
+    /// The part of the buffer that receives the answer.
+    answer: Tensor,
+    /// Where the bytes belong.
+    piece: &'a mut [u8],
+}
+
 /// Waits for the answer to a request, and copies its bytes.
-fn take(
-    asked: Option<([Work; 2], Tensor, Tensor, &mut [u8])>,
-    buffers: &mut Vec<Tensor>,
-) -> Result<()> {
-    let Some((works, buffer, answer, bytes)) = asked else { return Ok(()) };
+fn finish(asked: Option<Asked<'_>>, buffers: &mut Vec<Tensor>) -> Result<()> {
+    let Some(Asked { works, buffer, answer, piece }) = asked else { return Ok(()) };
     for work in works {
         work.wait()?;
     }
-    storage::with_bytes(&answer, |found| bytes.copy_from_slice(found))?;
+    storage::with_bytes(&answer, |found| piece.copy_from_slice(found))?;
     buffers.push(buffer);
     Ok(())
 }

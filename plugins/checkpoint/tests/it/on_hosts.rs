@@ -1,4 +1,5 @@
-//! Checkpoints in the memory of several hosts: each host has a directory that the others do not see.
+//! Checkpoints in the memory of several hosts: each host has a directory that the others do not
+//! see.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -188,13 +189,13 @@ fn sent_bytes_are_those_of_the_files() {
         let own = parts[0].all.iter().filter(|(file, _)| is_own(file));
         own.map(|(_, bytes)| *bytes).sum::<u64>()
     };
-    for rank in 0..ids.len() {
+    for (rank, counter) in counters.iter().enumerate() {
         let tensors = request(mesh(ids), rank, 7, 7).bytes();
-        let sent = counters[rank].get("world", "send");
+        let sent = counter.get("world", "send");
         assert_eq!(sent.bytes, of_files(rank));
         assert!(sent.bytes >= tensors && (sent.calls > 0) == (tensors > 0));
         let kept: u64 = hosts.kept_by(rank).into_iter().map(of_files).sum();
-        assert_eq!(counters[rank].get("world", "recv").bytes, kept);
+        assert_eq!(counter.get("world", "recv").bytes, kept);
     }
 }
 

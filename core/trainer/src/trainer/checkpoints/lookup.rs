@@ -24,7 +24,8 @@ pub(crate) enum ResumeSource {
     Local(PathBuf),
     /// The checkpoint `name` in the location that `checkpoint.io` opens at `dir`.
     Named { dir: PathBuf, name: String },
-    /// The name of a state of this run in the hosts' memory, from which an elastic training goes on.
+    /// The name of a state of this run in the hosts' memory, from which an elastic training goes
+    /// on.
     Memory(String),
 }
 

@@ -23,8 +23,8 @@ use fulgurite_launch::{FailureWatch, JobFailure};
 #[derive(Debug, Clone)]
 pub(crate) struct Recovered {
     pub(crate) run: RunSoFar,
-    /// A state in the hosts' memory; `None` to go on from the run's last checkpoint, or from where the
-    /// run began.
+    /// A state in the hosts' memory; `None` to go on from the run's last checkpoint, or from where
+    /// the run began.
     pub(crate) state: Option<MemoryState>,
     /// Where the state was, for messages.
     pub(crate) from: String,
@@ -34,8 +34,8 @@ pub(crate) struct Recovered {
     pub(crate) last_step: Option<Event>,
 }
 
-/// Leaves the present generation if the next one has begun. No collective fails when a node is taken
-/// in: a rank hears of it here, and the others at the latest when they miss this one.
+/// Leaves the present generation if the next one has begun. No collective fails when a node is
+/// taken in: a rank hears of it here, and the others at the latest when they miss this one.
 ///
 /// # Errors
 /// The failure that ends the generation.
@@ -50,8 +50,8 @@ pub(crate) fn leave_if_invited(session: &Session) -> Result<()> {
     }
 }
 
-/// Loses these ranks, as if the kernel had killed them: the others notice, and a new process takes the
-/// place of each. All ranks name the same. Collective.
+/// Loses these ranks, as if the kernel had killed them: the others notice, and a new process takes
+/// the place of each. All ranks name the same. Collective.
 ///
 /// # Errors
 /// On the ranks that are left, because ranks are lost.

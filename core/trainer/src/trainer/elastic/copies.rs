@@ -22,8 +22,8 @@ pub(crate) struct Copies {
 }
 
 impl Copies {
-    /// Prepares copies, if the configuration asks for them. `None` also if each rank has everything.
-    /// Collective.
+    /// Prepares copies, if the configuration asks for them. `None` also if each rank has
+    /// everything. Collective.
     ///
     /// # Errors
     /// If a host has no room for two copies of its part, or replicas train apart.
@@ -96,7 +96,8 @@ fn bytes_on_hosts(hosts: &Hosts, parts: &[u64]) -> Vec<u64> {
     (0..hosts.count()).map(of_host).collect()
 }
 
-/// Returns where this host may keep its `bytes` of a copy: two at a time, while one replaces the other.
+/// Returns where this host may keep its `bytes` of a copy: two at a time, while one replaces the
+/// other.
 fn place(bytes: u64) -> Result<Option<PathBuf>> {
     let free = |copies: u64| place_with_room(copies.saturating_mul(bytes));
     for used in places() {

@@ -4,13 +4,13 @@
 //! fails because a rank is lost, the other ranks join the next generation, and agree on the newest
 //! state that they have together ([`agree`]):
 //!
-//! - what they hold: with replicas, the ranks that are left may have everything. They write it to the
-//!   memory of their hosts first;
+//! - what they hold: with replicas, the ranks that are left may have everything. They write it to
+//!   the memory of their hosts first;
 //! - the copies of their shards ([`Copies`]) in the memory of the hosts;
 //! - else the run's last checkpoint.
 //!
-//! States in memory ([`states`]) are twice there if there are several hosts, on neighbours in a ring of
-//! the hosts.
+//! States in memory ([`states`]) are twice there if there are several hosts, on neighbours in a
+//! ring of the hosts.
 //!
 //! They then set the run up again in this process, and resume from that state. A rank that joins
 //! does the same, and has nothing to offer.

@@ -1,8 +1,8 @@
 //! The states of a training in the memory of its hosts, from which its next generation may go on.
 //!
-//! Each host keeps the files of its own ranks and of the ranks of the host before it. States are ordered
-//! by the generation that wrote them and then by step: a host that comes back may have states of a
-//! generation that the others have left behind.
+//! Each host keeps the files of its own ranks and of the ranks of the host before it. States are
+//! ordered by the generation that wrote them and then by step: a host that comes back may have
+//! states of a generation that the others have left behind.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -229,8 +229,8 @@ fn go_on_from_checkpoint(
     Ok(())
 }
 
-/// Loads a state in the hosts' memory: each rank reads its part, from other hosts what its own lacks.
-/// Collective.
+/// Loads a state in the hosts' memory: each rank reads its part, from other hosts what its own
+/// lacks. Collective.
 fn load_from_memory(
     session: &mut Session,
     source: &ResumeSource,
