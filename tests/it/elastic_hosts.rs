@@ -7,7 +7,7 @@ use rustix::process::{Signal, kill_process};
 use serde_json::Value;
 
 use crate::agents::{KEY, rank_of};
-use crate::program::{Job, Run, Running, Scratch, assert_close};
+use crate::program::{Job, Run, Running, Scratch, assert_close, can_mount};
 use crate::two_hosts::Hosts;
 
 const STEPS: u64 = 400;
@@ -30,6 +30,12 @@ pub(crate) fn training<'a>(scratch: &'a Scratch, strategy: &str) -> Job<'a> {
 /// The losses of the training on four ranks, of which none is lost.
 fn undisturbed(job: &Job<'_>) -> Vec<(u64, f64)> {
     job.clone().set(&["trainer.devices=4"]).succeed().losses().into_iter().collect()
+}
+
+/// The losses of the training on one rank, which are the same up to rounding.
+fn alone(job: &Job<'_>) -> Vec<(u64, f64)> {
+    let job = job.clone().set(&["trainer.devices=1", "trainer.strategy=ddp"]);
+    job.succeed().losses().into_iter().collect()
 }
 
 /// Where agents meet, and the options that all of them have.
@@ -59,6 +65,12 @@ impl<'a> Agents<'a> {
     /// An agent that starts no ranks.
     pub(crate) fn coordinator(&self) -> Job<'a> {
         Self { devices: "0", ..self.clone() }.with(&[])
+    }
+
+    fn start_coordinator(&self) -> Running {
+        let coordinator = self.coordinator().start();
+        coordinator.until("the rendezvous", |this| this.said("coordinates the job").then_some(()));
+        coordinator
     }
 
     fn with(&self, more: &[&str]) -> Job<'a> {
@@ -98,6 +110,13 @@ fn free_endpoints(count: usize) -> String {
 
 pub(crate) fn losses(runs: &[Run]) -> Vec<(u64, f64)> {
     let all: std::collections::BTreeMap<u64, f64> = runs.iter().flat_map(Run::losses).collect();
+    all.into_iter().collect()
+}
+
+/// The losses that agents report, one of which was killed.
+fn with_killed(killed: &Run, runs: &[Run]) -> Vec<(u64, f64)> {
+    let mut all = killed.losses_so_far();
+    all.extend(losses(runs));
     all.into_iter().collect()
 }
 
@@ -162,7 +181,7 @@ fn a_single_agent_uses_the_hosts_memory() {
 }
 
 #[test]
-fn shards_of_several_nodes_come_from_the_runs_directory() {
+fn killed_rank_gets_its_shards_from_hosts() {
     let scratch = Scratch::with_tokens();
     let expected = undisturbed(&training(&scratch, "fsdp"));
     let job = training(&scratch, "fsdp").set(&["trainer.elastic.replicas=1"]);
@@ -172,10 +191,120 @@ fn shards_of_several_nodes_come_from_the_runs_directory() {
     kill_process(process, Signal::KILL).unwrap();
     let runs = running.map(Running::wait);
     let generation = &gone_on(&runs)[0];
-    assert_eq!(generation["from"], "the copies in the run's directory");
+    assert_eq!(generation["from"], "the copies in the hosts' memory");
     assert!(generation["repeated_steps"].as_u64().unwrap() <= 2, "{generation}");
     assert_eq!(losses(&runs), expected);
     left_nothing(&scratch);
+}
+
+#[test]
+fn shards_of_a_lost_host_are_with_the_next() {
+    let scratch = Scratch::with_tokens();
+    let job = training(&scratch, "fsdp");
+    let expected = undisturbed(&job);
+    let agents = Agents::new(job.set(&["trainer.elastic.replicas=1"]), "1:2", "2");
+    for node in [0, 1] {
+        let coordinator = agents.start_coordinator();
+        let mut running = Vec::from(agents.start_two());
+        running[0].reach(20);
+        let lost = running.remove(node);
+        kill_process(lost.pid(), Signal::KILL).unwrap();
+        let killed = lost.wait();
+        let runs = [running.remove(0).wait()];
+        assert_eq!(coordinator.wait().code(), Some(0));
+        let generation = &gone_on(&runs)[0];
+        assert_eq!(generation["from"], "the copies in the host's memory");
+        assert!(generation["repeated_steps"].as_u64().unwrap() <= 2, "{generation}");
+        assert_close_to(&with_killed(&killed, &runs), &expected);
+        left_nothing(&scratch);
+    }
+}
+
+#[test]
+fn lost_shards_come_back_to_a_new_host() {
+    let scratch = Scratch::with_tokens();
+    let job = training(&scratch, "fsdp").set(&[
+        "trainer.max_steps=500",
+        "trainer.global_batch_size=24",
+        "trainer.elastic.replicas=1",
+    ]);
+    let expected = alone(&job);
+    let agents = Agents::new(job, "1:3", "1");
+    let [first, second, third] = ["0", "1", "2"].map(|node| agents.start(node));
+    first.reach(20);
+    kill_process(second.pid(), Signal::KILL).unwrap();
+    drop(second);
+    first.until("the others to go on", |this| (this.count_of("generation") == 1).then_some(()));
+    let back = agents.start("1");
+    first.until("the host to come back", |this| (this.count_of("generation") == 2).then_some(()));
+    let runs = [first, third, back].map(Running::wait);
+    let generations = gone_on(&runs);
+    let of = |key: &str| generations.iter().map(|event| event[key].clone()).collect::<Vec<_>>();
+    assert_eq!(of("world_size"), [2, 3]);
+    // A host that joins takes nothing away: the others hold everything.
+    assert_eq!(of("from"), ["the copies in the hosts' memory", "the memory of ranks [0, 1]"]);
+    assert!(
+        of("repeated_steps").iter().all(|steps| steps.as_u64().unwrap() <= 2),
+        "{generations:?}"
+    );
+    assert_close_to(&losses(&runs), &expected);
+    left_nothing(&scratch);
+}
+
+#[test]
+fn hosts_need_no_shared_directory() {
+    if !can_mount() {
+        return;
+    }
+    /// Other hosts see neither its run directories nor its memory.
+    const APART: &str =
+        "mkdir -p runs; mount -t tmpfs none runs; mount -t tmpfs none /dev/shm; exec \"$@\"";
+    let hsdp = "{ type = \"hsdp\", data_parallel_replicate_size = 2 }";
+    for (strategy, replicas) in [("ddp", 0), (hsdp, 0), ("fsdp", 1)] {
+        let scratch = Scratch::with_tokens();
+        let job = training(&scratch, strategy).set(&[
+            "trainer.max_steps=600",
+            "trainer.global_batch_size=32",
+            &format!("trainer.elastic.replicas={replicas}"),
+        ]);
+        let expected = alone(&job);
+        let agents = Agents::new(job, "1:2", "2");
+        let start = |node: &str| agents.job(node).mounting(APART).start();
+        let [first, second] = ["0", "1"].map(start);
+        first.reach(20);
+        kill_process(second.pid(), Signal::KILL).unwrap();
+        drop(second);
+        first.until("the other to go on", |this| (this.count_of("generation") == 1).then_some(()));
+        let back = start("1");
+        first.until("the host to come", |this| (this.count_of("generation") == 2).then_some(()));
+        let runs = [first, back].map(Running::wait);
+        let generations = gone_on(&runs);
+        let repeated = |event: &Value| event["repeated_steps"].as_u64().unwrap();
+        assert!(generations.iter().all(|event| repeated(event) <= 2 * replicas), "{generations:?}");
+        let from = |generation: usize| generations[generation]["from"].as_str().unwrap();
+        let memory = if replicas == 0 { "the memory of rank" } else { "the copies in the host's" };
+        assert!(from(0).starts_with(memory), "{strategy}: {}", from(0));
+        assert!(from(1).starts_with("the memory of rank"), "{strategy}: {}", from(1));
+        assert_close_to(&losses(&runs), &expected);
+    }
+}
+
+#[test]
+fn two_lost_neighbours_leave_the_checkpoint() {
+    let scratch = Scratch::with_tokens();
+    let job = training(&scratch, "fsdp").set(&["trainer.global_batch_size=12"]);
+    let expected = alone(&job);
+    let job = job.set(&["trainer.elastic.replicas=1", "checkpoint.every_n_steps=8"]);
+    let agents = Agents::new(job, "1:3", "1");
+    let [first, second, third] = ["0", "1", "2"].map(|node| agents.start(node));
+    first.reach(20);
+    kill_process(second.pid(), Signal::KILL).unwrap();
+    kill_process(third.pid(), Signal::KILL).unwrap();
+    let runs = [first.wait()];
+    let last = gone_on(&runs).pop().unwrap();
+    assert_eq!((&last["from"], &last["world_size"]), (&"the last checkpoint".into(), &1.into()));
+    assert!(runs[0].stderr.contains("part was on two hosts"), "{}", runs[0].stderr);
+    assert_close_to(&losses(&runs), &expected);
 }
 
 #[test]
@@ -265,8 +394,7 @@ fn a_coordinator_without_ranks_survives_all_hosts() {
     let job = training(&scratch, "ddp");
     let expected = undisturbed(&job);
     let agents = Agents::new(job, "1:2", "2");
-    let coordinator = agents.coordinator().start();
-    coordinator.until("the rendezvous", |this| this.said("coordinates the job").then_some(()));
+    let coordinator = agents.start_coordinator();
     let [first, second] = agents.start_two();
     first.reach(20);
     // The host of rank 0.
@@ -277,9 +405,7 @@ fn a_coordinator_without_ranks_survives_all_hosts() {
     let coordinator = coordinator.wait();
     assert_eq!(coordinator.code(), Some(0), "{}", coordinator.stderr);
     assert!(coordinator.stderr.contains("node 0 ("), "{}", coordinator.stderr);
-    let mut losses: std::collections::BTreeMap<u64, f64> = killed.losses_so_far();
-    losses.extend(runs[0].losses());
-    assert_close_to(&losses.into_iter().collect::<Vec<_>>(), &expected);
+    assert_close_to(&with_killed(&killed, &runs), &expected);
 }
 
 #[test]

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use super::on_hosts::{Hosts, save_on_hosts};
 use super::snapshot::Snapshot;
 use super::{CheckpointIO, SaveRequest};
 use crate::{Error, Result};
@@ -45,6 +46,8 @@ use fulgurite_engine::collective::ProcessGroup;
 pub struct AsyncSaver {
     io: Arc<dyn CheckpointIO>,
     group: Group,
+    /// The hosts whose memory the checkpoints are in; `None` for a place that all ranks share.
+    hosts: Option<Arc<Hosts>>,
     buffers: Snapshot,
     /// The thread that allocates `buffers`, after [`reserve`](Self::reserve).
     reserving: Option<JoinHandle<Result<Snapshot>>>,
@@ -86,9 +89,31 @@ impl AsyncSaver {
     /// # Errors
     /// If the group cannot be made.
     pub fn new(io: Arc<dyn CheckpointIO>, world: &dyn ProcessGroup) -> Result<Self> {
+        Self::with_group(io, world, "checkpoint", None)
+    }
+
+    /// Like [`new`](Self::new), for checkpoints in the memory of hosts: `io` is this host's, and
+    /// saves are as [`save_on_hosts`]. The process group is named `copies`. Collective.
+    ///
+    /// # Errors
+    /// If the group cannot be made.
+    pub fn on_hosts(
+        io: Arc<dyn CheckpointIO>,
+        world: &dyn ProcessGroup,
+        hosts: Hosts,
+    ) -> Result<Self> {
+        Self::with_group(io, world, "copies", Some(Arc::new(hosts)))
+    }
+
+    fn with_group(
+        io: Arc<dyn CheckpointIO>,
+        world: &dyn ProcessGroup,
+        name: &str,
+        hosts: Option<Arc<Hosts>>,
+    ) -> Result<Self> {
         let all = (0..world.size()).collect();
-        let group = Group(world.split(&[all], "checkpoint")?);
-        Ok(Self { io, group, buffers: Snapshot::default(), reserving: None, running: None })
+        let group = Group(world.split(&[all], name)?);
+        Ok(Self { io, group, hosts, buffers: Snapshot::default(), reserving: None, running: None })
     }
 
     /// Allocates the memory for the copies of `request` in the background.
@@ -138,10 +163,17 @@ impl AsyncSaver {
         let taken = buffers.take(&model, &optimizer);
         drop((model, optimizer));
         let (io, group, step) = (self.io.clone(), self.group.clone(), meta.step);
+        let hosts = self.hosts.clone();
         let save = move || {
             let Snapshot { model, optimizer } = buffers;
             let request = SaveRequest { name, model, optimizer, meta, update_last, remove };
-            let saved = request.run_if(&*io, &*group.0, taken);
+            let saved = match &hosts {
+                None => request.run_if(&*io, &*group.0, taken),
+                Some(hosts) => {
+                    let name = &request.name;
+                    save_on_hosts(&*io, &*group.0, hosts, name, Some(&request), taken)
+                }
+            };
             (saved, Snapshot { model: request.model, optimizer: request.optimizer })
         };
         let thread = self.spawn(save)?;

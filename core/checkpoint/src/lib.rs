@@ -69,6 +69,7 @@ mod manifest;
 mod memory;
 mod names;
 mod narrow;
+mod on_hosts;
 mod open;
 mod packed;
 mod peft;
@@ -109,6 +110,9 @@ pub use manifest::{
 };
 pub use memory::{TensorFn, TensorMap};
 pub use names::{NameRules, RenamedSource, clean_tensor_name};
+pub use on_hosts::{
+    HostPart, Hosts, HostsReader, OnHosts, parts_on_host, save_on_hosts, whole_on_hosts,
+};
 pub use open::{open, resolve_last};
 pub use packed::{PackedSource, Packing};
 pub use peft::{

@@ -17,11 +17,11 @@ use fulgurite_engine::collective::{ProcessGroup, all_gather_object, broadcast_ob
 use fulgurite_engine::shard::Region;
 
 /// The files and tensors that one rank wrote.
-#[derive(Debug, Serialize, Deserialize)]
-struct Written {
-    files: BTreeMap<String, (u64, FileDigest)>,
-    model: Vec<WrittenPart>,
-    optimizer: Vec<WrittenPart>,
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Written {
+    pub(super) files: BTreeMap<String, (u64, FileDigest)>,
+    pub(super) model: Vec<WrittenPart>,
+    pub(super) optimizer: Vec<WrittenPart>,
 }
 
 /// Writes the distributed checkpoint `name` of `io` and returns its path.
@@ -283,7 +283,7 @@ pub(super) fn remove_abandoned(io: &dyn CheckpointIO, name: &str, entries: &[Ent
 }
 
 /// Writes this rank's files.
-fn write(
+pub(super) fn write(
     io: &dyn CheckpointIO,
     rank: usize,
     staged: &str,
@@ -331,6 +331,20 @@ fn finish(
     meta: &SaveMeta,
     written: Vec<Written>,
 ) -> Result<()> {
+    let mut manifest = combine(io, name, meta, written)?;
+    check_visible(io, staged, &manifest, |_| true)?;
+    let path = format!("{staged}/{MANIFEST}");
+    io.save(&path, &manifest.encode(&io.location(&path))?)?;
+    io.commit(staged, name)
+}
+
+/// Returns the manifest of the parts that ranks wrote.
+pub(super) fn combine(
+    io: &dyn CheckpointIO,
+    name: &str,
+    meta: &SaveMeta,
+    written: Vec<Written>,
+) -> Result<Manifest> {
     let mut manifest = Manifest::new(written.len(), meta);
     let fail = |message: String| Err(Error::checkpoint(io.location(name), message));
     for rank in written {
@@ -363,21 +377,24 @@ fn finish(
             return fail(format!("tensor `{tensor}` {message}"));
         }
     }
-    check_visible(io, staged, &manifest)?;
-    let path = format!("{staged}/{MANIFEST}");
-    io.save(&path, &manifest.encode(&io.location(&path))?)?;
-    io.commit(staged, name)
+    Ok(manifest)
 }
 
-/// Checks that this rank sees the files of all ranks.
-fn check_visible(io: &dyn CheckpointIO, staged: &str, manifest: &Manifest) -> Result<()> {
+/// Checks that this rank sees those files of all ranks that should be here.
+pub(super) fn check_visible(
+    io: &dyn CheckpointIO,
+    staged: &str,
+    manifest: &Manifest,
+    should_be: impl Fn(&String) -> bool,
+) -> Result<()> {
     let mut seen = BTreeMap::new();
     for folder in ["model", "optimizer"] {
         for entry in io.list(&format!("{staged}/{folder}"))? {
             seen.insert(format!("{folder}/{}", entry.name), entry.bytes);
         }
     }
-    match manifest.files.iter().find(|(file, len)| seen.get(*file) != Some(len)) {
+    let mut files = manifest.files.iter().filter(|(file, _)| should_be(file));
+    match files.find(|(file, len)| seen.get(*file) != Some(len)) {
         None => Ok(()),
         Some((file, _)) => Err(Error::checkpoint(
             io.location(&format!("{staged}/{file}")),

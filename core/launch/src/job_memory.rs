@@ -1,6 +1,6 @@
 //! Directories for what the ranks of an elastic job keep in this host's memory.
 //!
-//! They outlive the ranks. The supervisor, or the agent of a job of one host, makes and removes them.
+//! They outlive the ranks. The supervisor, or the host's agent, makes and removes them.
 
 use std::fs::File;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
@@ -73,9 +73,8 @@ fn remove_abandoned(root: &Path) {
     }
 }
 
-/// Returns the directories that ranks of this job share and that outlive them, the best first.
-/// None in a job that is not [elastic](crate::LaunchOptions::elastic), or that may have several
-/// hosts.
+/// Returns the directories that this job's ranks on this host share and that outlive them, the best
+/// first. None in a job that is not [elastic](crate::LaunchOptions::elastic).
 pub fn job_memories() -> Vec<PathBuf> {
     let Some(membership) = membership() else { return Vec::new() };
     let Some((starter, started)) = membership.link.starter() else { return Vec::new() };
@@ -83,6 +82,19 @@ pub fn job_memories() -> Vec<PathBuf> {
     let is_own = |path: &PathBuf| path.metadata().is_ok_and(|found| found.uid() == own);
     let dirs = roots().map(|root| directory(&root, starter, started));
     dirs.into_iter().filter(is_own).collect()
+}
+
+/// Returns a name of this host's [`job_memories`], which no other host of the job has; `None` in a
+/// job that is not elastic.
+pub fn job_memory_id() -> Option<String> {
+    let (starter, started) = membership()?.link.starter()?;
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    Some(format!("{host} {starter} {started:.6}"))
+}
+
+/// Whether this rank is the first of this job on its host. True without a job.
+pub fn is_first_on_host() -> bool {
+    membership().is_none_or(|membership| membership.info.local_rank == 0)
 }
 
 /// Returns the first of [`job_memories`] with room for `bytes`: in memory if possible.

@@ -79,7 +79,7 @@ pub use failure::{
 pub use fulgurite_store::{
     ClientIdentity, JobKey, LocalStore, LostRankPolicy, Patience, Store, StoreServer, TcpStore,
 };
-pub use job_memory::{job_memories, job_memory};
+pub use job_memory::{is_first_on_host, job_memories, job_memory, job_memory_id};
 pub use launcher::{LaunchOptions, launch, launch_checked};
 pub use link::{note_work, noted_work};
 pub use memory::HostMemory;

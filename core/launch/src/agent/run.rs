@@ -11,7 +11,7 @@ use super::board::{Board, keys, read};
 use super::coordinator::coordinate;
 use super::endpoint::Meeting;
 use super::logs;
-use super::options::{AgentOptions, Endpoint, Nodes, listed};
+use super::options::{AgentOptions, Endpoint, listed};
 use super::plan::{Attempt, End, Generation, Losses, Member};
 use super::ranks::{Ranks, Start};
 use super::seats::{self, TermStore};
@@ -86,7 +86,7 @@ pub fn run(options: &AgentOptions) -> Result<i32> {
     let (coordinator_failed, orphans) = (&*coordinator_failed, Orphans::adopt());
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     let started = now.map_or(0.0, |since| since.as_secs_f64());
-    let _memory = (options.nodes == Nodes::ONE).then(|| JobMemory::new(started));
+    let _memory = (options.devices > 0).then(|| JobMemory::new(started));
     let (meeting, board, said) = (&meeting, &board, Arc::default());
     let this = Agent { options, meeting, board, agent, coordinator_failed, orphans, started, said };
     let code = this.run()?;

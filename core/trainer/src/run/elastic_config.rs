@@ -18,8 +18,8 @@ fulgurite_config::config_struct! {
         /// How often a new process takes the place of the same rank. After that the other ranks
         /// divide its samples among them.
         pub max_restarts: u64 = 3,
-        /// Number of copies of shards that only one rank has: `0` or `1`. They are in the host's
-        /// memory; in a job that may have several hosts, in the run's directory.
+        /// Number of copies of shards that only one rank has: `0` or `1`. A copy is in the memory of
+        /// the rank's host, and in a job of several hosts also in the memory of the next host.
         /// Without copies, a run that has lost such shards goes on from its last checkpoint. Replicas
         /// (`ddp`, and `fsdp` with `data_parallel_replicate_size`) need none.
         pub replicas: usize = 0,

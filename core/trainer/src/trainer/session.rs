@@ -1,6 +1,7 @@
 //! A run in progress: its parts, and the hooks, which see all of them.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 
@@ -18,7 +19,7 @@ use crate::fabric::{Fabric, FabricOptimizer, FabricOptimizers, SampleIdentity};
 use crate::run::TrainerConfig;
 use crate::trainer::run_plan::Planned;
 use crate::{Error, Result};
-use fulgurite_engine::collective::ReduceOp;
+use fulgurite_engine::collective::{ProcessGroup, ReduceOp};
 use fulgurite_engine::execution::read;
 use fulgurite_launch::Interruption;
 
@@ -51,6 +52,8 @@ pub(super) struct Session {
 /// The setup of a run, which never changes.
 pub(super) struct SessionSetup {
     pub(super) fabric: Fabric,
+    /// All ranks, for work in the background, whose bytes are not those of steps.
+    pub(super) background: Arc<dyn ProcessGroup>,
     pub(super) config: TrainerConfig,
     /// The run's directory.
     pub(super) run_dir: PathBuf,

@@ -8,7 +8,7 @@ use toml::Table;
 
 use super::checkpoints::lookup::CheckpointLookup;
 use super::checkpoints::place::Saving;
-use super::elastic::{Kept, Recovered, agree, remove_kept_states};
+use super::elastic::{Kept, Recovered, agree};
 use super::end::{
     end_hooks, profile_on_exception, summarize, tear_down_saving, write_flight_after,
 };
@@ -322,9 +322,6 @@ impl Trainer {
         if let Some(copies) = session.copies.take() {
             copies.end();
         }
-        if run.trainer.elastic.enabled && rank == 0 {
-            remove_kept_states(&session.setup.run_dir);
-        }
         let status = RunStatus::of(&result);
         end_hooks(&mut session, status, result.as_ref().err());
         let finished = session.recorder.finish(status);
@@ -481,6 +478,7 @@ impl Trainer {
             Some(recorder) => recorder.watch(own_world.clone()),
             None => own_world.clone(),
         };
+        let background = world.clone();
         let world = match own_world.size() {
             1 => world,
             _ => traffic.watch(world),
@@ -553,6 +551,7 @@ impl Trainer {
             saving,
             setup: SessionSetup {
                 fabric,
+                background,
                 config,
                 run_dir,
                 begun_at: recovered

@@ -6,6 +6,7 @@ mod full;
 mod last;
 mod load_options;
 mod locks;
+mod on_hosts;
 mod round_trip;
 mod special_files;
 mod tools;

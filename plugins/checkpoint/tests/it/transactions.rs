@@ -108,12 +108,12 @@ fn overwriting_replaces_the_whole_checkpoint() {
 
 /// Passes all calls on, except the failing one. A plugin may be such a wrapper.
 #[derive(Debug)]
-struct Failing {
-    inner: Arc<dyn CheckpointIO>,
+pub(crate) struct Failing {
+    pub(crate) inner: Arc<dyn CheckpointIO>,
     /// `create`, `write`, `finish`, `commit`, `die`.
-    what: &'static str,
+    pub(crate) what: &'static str,
     /// Part of the path of the failing call.
-    path: &'static str,
+    pub(crate) path: &'static str,
 }
 
 impl Failing {

@@ -24,15 +24,17 @@ pub(crate) enum ResumeSource {
     Local(PathBuf),
     /// The checkpoint `name` in the location that `checkpoint.io` opens at `dir`.
     Named { dir: PathBuf, name: String },
-    /// A state of this run in the host's memory, from which an elastic training goes on.
-    Memory(PathBuf),
+    /// The name of a state of this run in the hosts' memory, from which an elastic training goes
+    /// on.
+    Memory(String),
 }
 
 impl ResumeSource {
     /// Returns its path, for messages.
     pub(crate) fn path(&self) -> PathBuf {
         match self {
-            Self::Local(path) | Self::Memory(path) => path.clone(),
+            Self::Local(path) => path.clone(),
+            Self::Memory(name) => PathBuf::from(name),
             Self::Named { dir, name } => dir.join(name),
         }
     }
@@ -198,8 +200,8 @@ impl<'a> CheckpointLookup<'a> {
             ResumeSource::Named { dir, name } => {
                 DistributedCheckpoint::open_with(&self.saving.config().open(dir)?, name)?
             }
-            ResumeSource::Local(path) | ResumeSource::Memory(path) => {
-                DistributedCheckpoint::open(path)?
+            ResumeSource::Local(_) | ResumeSource::Memory(_) => {
+                DistributedCheckpoint::open(source.path())?
             }
         };
         Ok(checkpoint.manifest().saved_at)

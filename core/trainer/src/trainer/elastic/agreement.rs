@@ -1,32 +1,31 @@
 //! The state that a generation begins with.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::process::{Signal, getpid, kill_process};
 
-use super::copies::newest_copy;
-use super::kept::{Copy, Held, Kept, Offer, RunSoFar};
-use super::places::Places;
+use super::kept::{Held, Kept, Offer, RunSoFar};
+use super::states::{
+    Memory, MemoryState, describe_copies, hosts, open, place_with_room, written_name,
+};
 use crate::trainer::Event;
 use crate::trainer::record::log_table::SavedStates;
 use crate::trainer::session::Session;
 use crate::{Error, Result};
-use fulgurite_config::PluginValue;
-use fulgurite_config::registry::kind;
-use fulgurite_engine::checkpoint_io::{CheckpointIO, CheckpointIOConfig};
+use fulgurite_checkpoint::{Hosts, save_on_hosts};
 use fulgurite_engine::collective::{ProcessGroup, all_gather_object, broadcast_object};
-use fulgurite_launch::{FailureWatch, JobFailure, generation};
+use fulgurite_launch::{FailureWatch, JobFailure};
 
 /// What a generation goes on with. Equal on all ranks.
 #[derive(Debug, Clone)]
 pub(crate) struct Recovered {
     pub(crate) run: RunSoFar,
-    /// A checkpoint in the host's memory; `None` to go on from the run's last checkpoint, or from
-    /// where the run began.
-    pub(crate) state: Option<PathBuf>,
+    /// A state in the hosts' memory; `None` to go on from the run's last checkpoint, or from where
+    /// the run began.
+    pub(crate) state: Option<MemoryState>,
     /// Where the state was, for messages.
     pub(crate) from: String,
     /// Steps done in earlier generations, on any rank.
@@ -35,16 +34,8 @@ pub(crate) struct Recovered {
     pub(crate) last_step: Option<Event>,
 }
 
-/// Begins the names of states that are written for one generation.
-const WRITTEN: &str = "generation-";
-
-/// Returns whether a state was written for one generation, and is not one of the copies.
-pub(crate) fn is_written_for(state: &Path) -> bool {
-    state.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with(WRITTEN))
-}
-
-/// Leaves the present generation if the next one has begun. No collective fails when a node is taken
-/// in: a rank hears of it here, and the others at the latest when they miss this one.
+/// Leaves the present generation if the next one has begun. No collective fails when a node is
+/// taken in: a rank hears of it here, and the others at the latest when they miss this one.
 ///
 /// # Errors
 /// The failure that ends the generation.
@@ -59,8 +50,8 @@ pub(crate) fn leave_if_invited(session: &Session) -> Result<()> {
     }
 }
 
-/// Loses these ranks, as if the kernel had killed them: the others notice, and a new process takes the
-/// place of each. All ranks name the same. Collective.
+/// Loses these ranks, as if the kernel had killed them: the others notice, and a new process takes
+/// the place of each. All ranks name the same. Collective.
 ///
 /// # Errors
 /// On the ranks that are left, because ranks are lost.
@@ -76,7 +67,7 @@ pub(crate) fn number(step: &Event) -> u64 {
     if let Event::Step { step, .. } = step { *step } else { 0 }
 }
 
-/// Agrees on the state that a generation begins with, and writes it to the host's memory. `None` if
+/// Agrees on the state that a generation begins with, and writes it to the hosts' memory. `None` if
 /// no rank has begun the training. Collective.
 ///
 /// Afterwards this rank's session of the generation before has ended.
@@ -93,45 +84,33 @@ pub(crate) fn agree(world: &Arc<dyn ProcessGroup>, kept: &mut Kept) -> Result<Op
     let Some(run) = known else { return Ok(None) };
     let steps_done = offers.iter().map(|offer| offer.steps_done).max().unwrap_or(0);
     kept.steps_done = steps_done;
-    let places = Places::of(&run.run_dir);
-    let copied = broadcast_object(&**world, &newest_copy(&places), 0)?;
-    let copy = offers.iter().filter_map(|offer| offer.copy.clone()).max().max(copied);
+    let hosts = hosts(world)?;
+    let Memory { newest, has_parts } = Memory::of(world, &hosts)?;
     let writers = writers(&offers).filter(|writers| {
-        copy.as_ref().is_none_or(|copy| offers[writers[0]].held_step() >= Some(copy.step))
+        newest.as_ref().is_none_or(|newest| offers[writers[0]].held_step() >= Some(newest.step))
     });
-    let of_copies = format!("the copies in {}", places.name());
-    let (state, from) = match writers {
-        Some(writers) => {
-            let from = format!("the memory of {}", ranks(&writers));
-            match write(world, kept, &places, &offers, &writers)? {
-                Some(path) => (Some(path), from),
-                None => (copy.map(|copy| copy.path), of_copies),
-            }
-        }
-        None => (copy.map(|Copy { path, .. }| path), of_copies),
+    let written = match &writers {
+        Some(writers) => write(world, kept, &hosts, &offers, writers)?,
+        None => None,
     };
-    let state = on_all_hosts(world, state)?;
+    let (state, from) = match (written, &writers) {
+        (Some(written), Some(writers)) => {
+            (Some(written), format!("the memory of {}", ranks(writers)))
+        }
+        _ => (newest, describe_copies(&hosts)),
+    };
+    if state.is_none() && has_parts && world.rank() == 0 {
+        tracing::warn!(
+            "of each copy in the hosts' memory a part was on two hosts that are both lost, or was not complete \
+             on either; the run goes on from its last checkpoint"
+        );
+    }
     let from = if state.is_some() { from } else { "the last checkpoint".to_owned() };
     let last_step = offers.into_iter().filter_map(|offer| offer.last_step);
     let last_step = last_step.max_by_key(number);
     kept.set_run(&run, last_step.as_ref());
     kept.end_session();
     Ok(Some(Recovered { run, state, from, steps_done, last_step }))
-}
-
-/// Returns a state if all ranks see it: hosts may not share the run's directory.
-fn on_all_hosts(world: &Arc<dyn ProcessGroup>, state: Option<PathBuf>) -> Result<Option<PathBuf>> {
-    let Some(state) = state else { return Ok(None) };
-    let sees = all_gather_object(&**world, &state.is_dir())?;
-    let Some(blind) = sees.iter().position(|sees| !sees) else { return Ok(Some(state)) };
-    if world.rank() == 0 {
-        tracing::warn!(
-            "rank {blind} does not see {}, where the state is that the ranks could go on from. Give the hosts a \
-             directory that they share, as trainer.default_root_dir",
-            state.display()
-        );
-    }
-    Ok(None)
 }
 
 impl Offer {
@@ -169,48 +148,52 @@ fn writers(offers: &[Offer]) -> Option<Vec<usize>> {
     (writers.len() == replica_size).then_some(writers)
 }
 
-/// Writes the state that `writers` hold. `None` if the host has no room. Collective.
+/// Writes the state that `writers` hold to the memory of their hosts. `None` if a host has no room.
+/// Collective.
 fn write(
     world: &Arc<dyn ProcessGroup>,
     kept: &mut Kept,
-    places: &Places<'_>,
+    hosts: &Hosts,
     offers: &[Offer],
     writers: &[usize],
-) -> Result<Option<PathBuf>> {
-    let name = format!("{WRITTEN}{}", generation());
+) -> Result<Option<MemoryState>> {
+    let rank = world.rank();
     let held = |rank: &usize| offers[*rank].held.as_ref();
-    let bytes: u64 = writers.iter().filter_map(held).map(|held| held.bytes).sum();
-    let place = match world.rank() {
-        0 => places.with_room_for(bytes),
-        _ => None,
+    let step = held(&writers[0]).map_or(0, |held| held.step);
+    let bytes = |host| {
+        let there = hosts.files_on(host).into_iter().filter(|rank| writers.contains(rank));
+        there.filter_map(|rank| held(&rank)).map(|held| held.bytes).sum()
     };
-    let place = broadcast_object(&**world, &place, 0)?;
-    let Some(place) = place else {
-        if world.rank() == 0 {
+    let place = hosts.leads(rank).then(|| place_with_room(bytes(hosts.of(rank)))).flatten();
+    let places: Vec<Option<PathBuf>> = all_gather_object(&**world, &place)?;
+    let full = (0..hosts.count()).find(|host| places[hosts.leader(*host)].is_none());
+    let place = places[hosts.leader(hosts.of(rank))].as_ref();
+    let (None, Some(place)) = (full, place) else {
+        if let (0, Some(host)) = (rank, full) {
             tracing::warn!(
-                "the host has no memory or disk for the {bytes} bytes of the training's state, which the ranks \
-                 that are left could go on from"
+                "the host of rank {} has no memory or disk for the {} bytes of the training's state that it is to \
+                 keep, which the ranks that are left could go on from",
+                hosts.leader(host),
+                bytes(host)
             );
         }
         return Ok(None);
     };
-    let others = (0..world.size()).filter(|rank| !writers.contains(rank)).collect::<Vec<_>>();
-    let mut groups = vec![writers.to_vec()];
-    if !others.is_empty() {
-        groups.push(others);
+    let name = written_name(step);
+    let (request, ready) = match writers.contains(&rank) {
+        true => kept
+            .request(&name, epoch_states(offers))
+            .map_or_else(|error| (None, Err(error)), |request| (Some(request), Ok(()))),
+        false => (None, Ok(())),
+    };
+    let io = open(place)?;
+    save_on_hosts(&*io, &**world, hosts, &name, request.as_ref(), ready)?;
+    io.teardown()?;
+    let Memory { newest, .. } = Memory::of(world, hosts)?;
+    match newest {
+        Some(written) if written.name() == name => Ok(Some(written)),
+        _ => Err(Error::other(format!("the state {name} was written, and is not found again"))),
     }
-    let group = world.split(&groups, "recovery")?;
-    if writers.contains(&world.rank()) {
-        let io = open(&place)?;
-        kept.request(&name, epoch_states(offers))?.run(&*io, &*group)?;
-        io.teardown()?;
-    }
-    // All wait here until the state is committed.
-    world.barrier()?.wait()?;
-    let path = place.join(&name);
-    let step = held(&writers[0]).map_or(0, |held| held.step);
-    kept.set_copy(Copy { step, path: path.clone() });
-    Ok(Some(path))
 }
 
 /// The values logged in the present epoch by the ranks that are left; empty if none has any.
@@ -223,21 +206,13 @@ fn epoch_states(offers: &[Offer]) -> Vec<SavedStates> {
     }
 }
 
-/// Opens a directory of this host for checkpoints.
-pub(super) fn open(place: &Path) -> Result<Arc<dyn CheckpointIO>> {
-    PluginValue::new("local")
-        .build::<Box<dyn CheckpointIOConfig>>(kind::CHECKPOINT_IO, "checkpoint.io")?
-        .build(place)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn offer(step: Option<u64>, place: &[usize], replica_size: usize) -> Offer {
         let held = |step| Held { step, place: place.to_vec(), replica_size, bytes: 8, epoch: None };
-        let (run, copy, last_step) = (None, None, None);
-        Offer { run, held: step.map(held), copy, last_step, steps_done: 0 }
+        Offer { run: None, held: step.map(held), last_step: None, steps_done: 0 }
     }
 
     #[test]

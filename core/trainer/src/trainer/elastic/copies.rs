@@ -1,31 +1,32 @@
-//! Copies of shards in the host's memory, from which a generation goes on.
+//! Copies of shards in the memory of the hosts, from which a generation goes on.
 
 use std::path::PathBuf;
 
-use super::agreement::open;
-use super::kept::{Copy, place_in_replica};
-use super::places::Places;
+use super::kept::place_in_replica;
+use super::states::{copy_name, hosts, open, place_with_room, places};
 use crate::fabric::OptimizerState;
 use crate::trainer::saving::save::{held_state, whole_state};
 use crate::trainer::session::{Session, SessionSetup};
 use crate::{Error, Result};
-use fulgurite_checkpoint::{self as checkpoint, AsyncSaver, CheckpointIO};
-use fulgurite_engine::collective::broadcast_object;
+use fulgurite_checkpoint::{AsyncSaver, Hosts, parts_on_host};
+use fulgurite_engine::collective::all_gather_object;
 
-/// Copies of a run's shards in the host's memory, made in the background.
+/// Copies of a run's shards in the memory of its hosts, made in the background.
 pub(crate) struct Copies {
     saver: AsyncSaver,
     every_n_steps: u64,
-    /// The copy that the next one replaces.
-    last: Option<String>,
+    /// On the first rank of a host: where older states may be that the first copy replaces.
+    elsewhere: Vec<PathBuf>,
+    /// The step of the last copy.
+    last: Option<u64>,
 }
 
 impl Copies {
-    /// Prepares copies, if the configuration asks for them. `None` also if each rank has everything.
-    /// Collective.
+    /// Prepares copies, if the configuration asks for them. `None` also if each rank has
+    /// everything. Collective.
     ///
     /// # Errors
-    /// If the host has no room for two copies of the state, or replicas train apart.
+    /// If a host has no room for two copies of its part, or replicas train apart.
     pub(crate) fn new(session: &mut Session) -> Result<Option<Self>> {
         let SessionSetup { fabric, config, .. } = &session.setup;
         if !config.elastic.enabled || config.elastic.replicas == 0 {
@@ -48,35 +49,39 @@ impl Copies {
             return Ok(None);
         }
         let world = session.setup.fabric.world();
-        let all = request.bytes().saturating_mul(world.size() as u64);
-        let places = Places::of(&session.setup.run_dir);
-        let place = match world.rank() {
-            0 => place(&places, all),
-            _ => None,
+        let hosts = hosts(world)?;
+        let rank = world.rank();
+        let bytes = bytes_on_hosts(&hosts, &all_gather_object(&**world, &request.bytes())?);
+        let place = match hosts.leads(rank) {
+            true => place(bytes[hosts.of(rank)])?,
+            false => None,
         };
-        let place: Option<PathBuf> = broadcast_object(&**world, &place, 0)?;
-        let Some(place) = place else {
+        let places: Vec<Option<PathBuf>> = all_gather_object(&**world, &place)?;
+        if let Some(host) = (0..hosts.count()).find(|host| places[hosts.leader(*host)].is_none()) {
             let message = format!(
-                "`trainer.elastic.replicas`: the host has no room for two copies of the state, {} bytes; give \
-                 /dev/shm or the directory of temporary files more, or set the key to 0",
-                2 * all
+                "`trainer.elastic.replicas`: the host of rank {} has no room for two copies of the state's part \
+                 that it is to keep, {} bytes; give /dev/shm or the directory of temporary files more, or set the \
+                 key to 0",
+                hosts.leader(host),
+                2 * bytes[host]
             );
             if !session.progress.goes_on() {
                 return Err(Error::Config(message));
             }
-            tracing::warn!("{message}. The run goes on without copies");
+            if rank == 0 {
+                tracing::warn!("{message}. The run goes on without copies");
+            }
             return Ok(None);
-        };
-        let io = open(&place)?;
-        let mut saver = AsyncSaver::new(io.clone(), &**world)?;
+        }
+        let Some(place) = &places[hosts.leader(hosts.of(rank))] else { return Ok(None) };
+        let mut elsewhere = super::states::places();
+        elsewhere.retain(|other| other != place && hosts.leads(rank));
+        let background = &*session.setup.background;
+        let mut saver = AsyncSaver::on_hosts(open(place)?, background, hosts)?;
         saver.reserve(&request)?;
-        // Of an earlier generation.
-        let last = checkpoint::latest(&*io)?.map(|copy| copy.name);
-        Ok(Some(Self { saver, every_n_steps, last }))
+        Ok(Some(Self { saver, every_n_steps, elsewhere, last: None }))
     }
-}
 
-impl Copies {
     /// Waits for the copy under way. It may have failed, like the collectives of its generation.
     pub(crate) fn end(mut self) {
         if let Err(error) = self.saver.wait() {
@@ -85,38 +90,56 @@ impl Copies {
     }
 }
 
-/// Returns where copies of `bytes` may be: two at a time, while one replaces the other.
-fn place(places: &Places<'_>, bytes: u64) -> Option<PathBuf> {
-    let free = |copies: u64| places.with_room_for(copies.saturating_mul(bytes));
-    let used = newest_copy(places).and_then(|copy| Some(copy.path.parent()?.to_owned()));
-    used.filter(|used| free(1).is_some_and(|dir| used.starts_with(dir)))
-        .or_else(|| Some(free(2)?.join(COPIES)))
+/// The bytes of a copy on each host, given the bytes of each rank's part.
+fn bytes_on_hosts(hosts: &Hosts, parts: &[u64]) -> Vec<u64> {
+    let of_host = |host| hosts.files_on(host).into_iter().map(|rank| parts[rank]).sum();
+    (0..hosts.count()).map(of_host).collect()
 }
 
-/// Returns the newest copy of this job that is whole.
-pub(super) fn newest_copy(places: &Places<'_>) -> Option<Copy> {
-    let dirs = places.all().into_iter().map(|dir| dir.join(COPIES));
-    dirs.filter_map(|dir| newest(&*open(&dir).ok()?)).max()
+/// Returns where this host may keep its `bytes` of a copy: two at a time, while one replaces the
+/// other.
+fn place(bytes: u64) -> Result<Option<PathBuf>> {
+    let free = |copies: u64| place_with_room(copies.saturating_mul(bytes));
+    for used in places() {
+        if !parts_on_host(&*open(&used)?)?.is_empty() && free(1).as_ref() == Some(&used) {
+            return Ok(Some(used));
+        }
+    }
+    Ok(free(2))
 }
-
-fn newest(io: &dyn CheckpointIO) -> Option<Copy> {
-    let found = checkpoint::latest(io).ok().flatten()?;
-    Some(Copy { step: found.step, path: found.path })
-}
-
-/// The copies' directory in the host's memory.
-const COPIES: &str = "copies";
 
 /// Begins a copy of the state after this step, if one is due. Collective.
 pub(crate) fn copy_if_due(session: &mut Session) -> Result<()> {
     let step = session.progress.step();
-    let due = |copies: &Copies| step.is_multiple_of(copies.every_n_steps);
+    let due =
+        |copies: &Copies| step.is_multiple_of(copies.every_n_steps) && copies.last != Some(step);
     if !session.copies.as_ref().is_some_and(due) {
         return Ok(());
     }
-    let name = checkpoint::step_name(step);
-    let mut request = whole_state(session, &name)?;
-    let copies = session.copies.as_mut().expect("it is due");
-    request.remove = copies.last.replace(name).into_iter().collect();
-    copies.saver.start(request).map(drop)
+    let request = whole_state(session, &copy_name(step))?;
+    let Some(copies) = &mut session.copies else { return Ok(()) };
+    copies.last = Some(step);
+    if copies.saver.start(request)?.is_some() {
+        // All hosts have a copy in their new place.
+        for place in copies.elsewhere.drain(..).filter(|place| place.is_dir()) {
+            if let Err(error) = std::fs::remove_dir_all(&place) {
+                tracing::warn!("{} stays until the end of the job: {error}", place.display());
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_part_takes_room_on_two_hosts() {
+        let hosts =
+            |ids: &[&str]| Hosts::new(&ids.iter().map(|id| (*id).to_owned()).collect::<Vec<_>>());
+        let parts = [1, 2, 4, 8, 16];
+        assert_eq!(bytes_on_hosts(&hosts(&["a", "a", "b", "b", "c"]), &parts), [19, 15, 28]);
+        assert_eq!(bytes_on_hosts(&hosts(&["a"; 5]), &parts), [31]);
+    }
 }

@@ -22,7 +22,6 @@ pub(crate) struct Kept {
     run: Option<RunSoFar>,
     /// The report of the last step before the present generation.
     last_step: Option<Event>,
-    copy: Option<Copy>,
     reports: Option<Reports>,
     lost_at: Option<Instant>,
     /// Steps done when the last generation ended, on any rank.
@@ -48,6 +47,14 @@ impl RunSoFar {
         Self { run_dir: run_dir.clone(), step_ranks: *step_ranks, begun_at: *begun_at }
     }
 
+    /// Removes what an earlier attempt of the job has noted on this host. Called on one rank of it.
+    pub(crate) fn forget() {
+        for dir in job_memories() {
+            // Mostly there is nothing.
+            let _ = std::fs::remove_file(dir.join(RUN_FILE));
+        }
+    }
+
     /// Notes the run in the host's memory, and with the agents. Called on rank 0.
     pub(crate) fn note(&self) -> Result<()> {
         let text = serde_json::to_string(self).map_err(Error::other)?;
@@ -66,19 +73,11 @@ impl RunSoFar {
     }
 }
 
-/// A committed checkpoint of this run in the host's memory.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub(crate) struct Copy {
-    pub(crate) step: u64,
-    pub(crate) path: PathBuf,
-}
-
 /// A rank's knowledge of the run at the start of a generation.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Offer {
     pub(super) run: Option<RunSoFar>,
     pub(super) held: Option<Held>,
-    pub(super) copy: Option<Copy>,
     /// The report of this rank's last step. The rank that was to report it may be lost.
     pub(super) last_step: Option<Event>,
     /// Steps that this rank has done, whether or not it still holds the state after them.
@@ -106,8 +105,6 @@ impl Kept {
         if let Some(copies) = session.copies.take() {
             copies.end();
         }
-        // The state that the generation began with is removed once all ranks have it.
-        self.copy = self.copy.take().filter(|copy| copy.path.is_dir());
         self.session = Some(session);
     }
 
@@ -151,7 +148,6 @@ impl Kept {
         Offer {
             run: self.run.clone(),
             held,
-            copy: self.copy.clone(),
             last_step: last_step.cloned(),
             steps_done: self.steps_done,
         }
@@ -168,11 +164,6 @@ impl Kept {
     /// Sets the settings of the run, and the report of its last step.
     pub(super) fn set_run(&mut self, run: &RunSoFar, last_step: Option<&Event>) {
         (self.run, self.last_step) = (Some(run.clone()), last_step.cloned());
-    }
-
-    /// Sets a committed checkpoint that later generations may resume from.
-    pub(super) fn set_copy(&mut self, copy: Copy) {
-        self.copy = Some(copy);
     }
 
     /// Ends the session, whose state is saved. Its reports go on.

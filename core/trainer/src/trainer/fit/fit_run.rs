@@ -9,9 +9,7 @@ use crate::fabric::FabricOptimizer;
 use crate::profiler::LogExecutionTime;
 use crate::run::{CountOrFraction, Precision, RunConfig};
 use crate::trainer::checkpoints::lookup::{CheckpointLookup, ResumeSource};
-use crate::trainer::elastic::{
-    Copies, Recovered, RunSoFar, is_written_for, number, remove_kept_states,
-};
+use crate::trainer::elastic::{Copies, MemoryState, Recovered, RunSoFar, number, remove_states};
 use crate::trainer::end::summarize;
 use crate::trainer::evaluation::evaluate::validation_sets;
 use crate::trainer::fit::plan::StepPlanner;
@@ -32,7 +30,7 @@ use fulgurite_engine::collective::Agreement;
 use fulgurite_engine::execution::dry_run;
 use fulgurite_engine::optim::{Interval, SchedulerConfig, WeightAverage};
 use fulgurite_engine::parameter::Parameter;
-use fulgurite_launch::{Starting, attempt};
+use fulgurite_launch::{Starting, attempt, is_first_on_host};
 
 /// Trains, from a checkpoint or from the start. Collective.
 pub(crate) fn fit(
@@ -55,12 +53,14 @@ pub(crate) fn fit(
         report_generation(session, recovered, lost_at)?;
     }
     session.has_state = true;
-    if session.setup.config.elastic.enabled && session.setup.rank() == 0 {
+    let elastic = session.setup.config.elastic.enabled;
+    if elastic && fulgurite_launch::generation() == 0 && is_first_on_host() {
+        // Of an earlier attempt, whose processes were killed.
+        remove_states();
+        RunSoFar::forget();
+    }
+    if elastic && session.setup.rank() == 0 {
         RunSoFar::of(session).note()?;
-        if fulgurite_launch::generation() == 0 {
-            // Of an earlier attempt, whose processes were killed.
-            remove_kept_states(&session.setup.run_dir);
-        }
     }
     if !session.recorder.goes_on() {
         begin_reports(session, max_steps)?;
@@ -72,6 +72,10 @@ pub(crate) fn fit(
     }
     prepare_saving(session)?;
     session.copies = Copies::new(session)?;
+    // Until the first copy the older ones are all there is.
+    if elastic && session.copies.is_none() && is_first_on_host() {
+        remove_states();
+    }
     check_key(session)?;
     // From here on ranks agree on when to end.
     drop(starting);
@@ -98,22 +102,15 @@ pub(crate) fn fit(
     Ok((outcome, end))
 }
 
-/// Reports what a generation goes on with, and removes older states from the host's memory.
-/// Collective.
+/// Reports what a generation goes on with, once all ranks have it. Collective.
 fn report_generation(
     session: &mut Session,
     recovered: &Recovered,
     lost_at: Option<Instant>,
 ) -> Result<()> {
     session.setup.fabric.barrier()?;
-    let state = recovered.state.as_deref().filter(|_| session.setup.rank() == 0);
-    if let Some(state) = state.filter(|state| is_written_for(state))
-        && let Err(error) = std::fs::remove_dir_all(state)
-    {
-        tracing::warn!("{} stays until the end of the job: {error}", state.display());
-    }
     let step = session.progress.step();
-    let from = match recovered.state {
+    let from = match &recovered.state {
         None if step == 0 => "the start of the run".to_owned(),
         _ => recovered.from.clone(),
     };
@@ -175,8 +172,8 @@ fn go_on_from_checkpoint(
     let rank = session.setup.rank();
     session.saving.lock_for_run(rank)?;
     let found = match recovered {
-        Some(Recovered { state: Some(path), .. }) => {
-            Some((ResumeSource::Memory(path.clone()), true))
+        Some(Recovered { state: Some(state), .. }) => {
+            Some((ResumeSource::Memory(state.name().to_owned()), true))
         }
         Some(_) => match CheckpointLookup::of(session).own_last_checkpoint()? {
             Some(own) => Some((own, true)),
@@ -214,7 +211,10 @@ fn go_on_from_checkpoint(
         }
     }
     match &source {
-        Some(source @ ResumeSource::Memory(_)) => drop(load(session, source)?),
+        Some(source @ ResumeSource::Memory(_)) => {
+            let state = recovered.and_then(|recovered| recovered.state.as_ref());
+            load_from_memory(session, source, state)?;
+        }
         Some(source) => resume(session, source)?,
         None => {}
     }
@@ -227,6 +227,22 @@ fn go_on_from_checkpoint(
         RunDir::set_job(&session.setup.run_dir, &job)?;
     }
     Ok(())
+}
+
+/// Loads a state in the hosts' memory: each rank reads its part, from other hosts what its own
+/// lacks. Collective.
+fn load_from_memory(
+    session: &mut Session,
+    source: &ResumeSource,
+    state: Option<&MemoryState>,
+) -> Result<()> {
+    let Some(state) = state else { return Ok(()) };
+    let reader = state.open(&**session.setup.fabric.world())?;
+    match load(session, source, Some(reader.io())) {
+        Ok(_) => reader.end(),
+        // The loss of a rank is not an error of the file.
+        Err(error) => Err(reader.take_failure().unwrap_or(error)),
+    }
 }
 
 /// Sets the optimizers' schedules for a run of `max_steps` steps, and compares both over the ranks.

@@ -1,6 +1,7 @@
 //! Resuming from a checkpoint.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use crate::fabric::OptimizerState;
 use crate::trainer::Event;
@@ -35,16 +36,22 @@ fn clear_place(io: &dyn CheckpointIO) -> Result<()> {
 /// With `checkpoint.weights_only` loads only the weights. A session without an optimizer, for an
 /// evaluation, loads the moving average of the weights if `trainer.ema_decay` is set.
 pub(crate) fn resume(session: &mut Session, from: &ResumeSource) -> Result<()> {
-    let (step, path) = load(session, from)?;
+    let (step, path) = load(session, from, None)?;
     session.emit(&Event::Resume { step, path })
 }
 
-/// Resumes as [`resume`], and returns the step and the checkpoint's path. Collective.
-pub(crate) fn load(session: &mut Session, from: &ResumeSource) -> Result<(u64, PathBuf)> {
+/// Resumes as [`resume`], and returns the step and the checkpoint's path. A state in memory is in
+/// `memory`. Collective.
+pub(crate) fn load(
+    session: &mut Session,
+    from: &ResumeSource,
+    memory: Option<Arc<dyn CheckpointIO>>,
+) -> Result<(u64, PathBuf)> {
     let training = session.optimizers.is_some();
     let (saving, rank) = (&session.saving, session.setup.rank());
     let io = match from {
-        ResumeSource::Local(_) | ResumeSource::Memory(_) => None,
+        ResumeSource::Local(_) => None,
+        ResumeSource::Memory(_) => memory,
         ResumeSource::Named { dir, .. } if *dir == saving.root() => Some(saving.io().clone()),
         ResumeSource::Named { dir, .. } => Some(saving.config().open(dir)?),
     };
@@ -56,19 +63,17 @@ pub(crate) fn load(session: &mut Session, from: &ResumeSource) -> Result<(u64, P
     {
         tracing::warn!("what an earlier run left unfinished stays: {error}");
     }
-    if let (Some(io), 0, true) = (&io, rank, training && !saves_there)
+    let is_named = matches!(from, ResumeSource::Named { .. });
+    if let (Some(io), 0, true) = (&io, rank, training && is_named && !saves_there)
         && let Err(error) = clear_place(&**io)
     {
         tracing::warn!("what an earlier run left unfinished stays: {error}");
     }
     let open = || match (from, &io) {
-        (ResumeSource::Named { name, .. }, Some(io)) => DistributedCheckpoint::open_with(io, name),
-        (
-            ResumeSource::Local(path)
-            | ResumeSource::Memory(path)
-            | ResumeSource::Named { dir: path, .. },
-            _,
-        ) => DistributedCheckpoint::open(path),
+        (ResumeSource::Named { name, .. } | ResumeSource::Memory(name), Some(io)) => {
+            DistributedCheckpoint::open_with(io, name)
+        }
+        _ => DistributedCheckpoint::open(from.path()),
     };
     // Weights from any source can be evaluated.
     let foreign = matches!(from, ResumeSource::Local(path) if is_foreign(path));

@@ -1,0 +1,18 @@
+//! Checkpoints in the memory of several hosts, without a directory that all ranks share.
+//!
+//! Each host has a [`CheckpointIO`](super::CheckpointIO) of its own. A rank's files are on its
+//! host, and once more on the next host ([`Hosts::keeper`]), so all files are left after the loss
+//! of a host. [`save_on_hosts`] writes such a checkpoint, [`whole_on_hosts`] finds those of which
+//! all files are left, and [`OnHosts::open`] reads one: a rank asks ranks of other hosts for the
+//! byte ranges that its host lacks.
+
+mod found;
+mod hosts;
+mod read;
+mod save;
+mod serve;
+
+pub use found::{HostPart, OnHosts, parts_on_host, whole_on_hosts};
+pub use hosts::Hosts;
+pub use read::HostsReader;
+pub use save::save_on_hosts;
