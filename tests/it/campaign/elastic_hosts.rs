@@ -93,6 +93,13 @@ fn strike_at_random(scratch: &Scratch, trial: &mut Trial, generations: &mut usiz
     let first_mortal = usize::from(coordinators == Coordinators::First);
     let mut running: Vec<Option<Running>> =
         (0..nodes).map(|node| Some(agents.start(&node.to_string()))).collect();
+    if coordinators == Coordinators::Three {
+        // At the start all three must be there.
+        running[0]
+            .as_ref()
+            .expect("it is there")
+            .until("ranks", |_| (!marked(&mark).is_empty()).then_some(()));
+    }
     let (mut struck, mut killed, mut lost_node) = (Vec::new(), Vec::new(), None);
     let strikes = rng.usize(1..4);
     let interrupts = rng.u32(..4) == 0;

@@ -58,11 +58,13 @@ pub(super) fn is_majority(voters: &[u64], life: impl Fn(usize) -> Option<u64>) -
     2 * those.count() > voters.len()
 }
 
-/// The seats that an agent may ask for, with the records that it writes there in place of those that it
-/// has read.
+/// The seats that an agent may ask for.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Claim<D> {
     pub(super) term: u64,
+    /// The records that it has read. A seat refuses if it has another one meanwhile.
+    pub(super) read: Vec<Option<Record<D>>>,
+    /// The records that it writes in their place.
     pub(super) records: Vec<Option<Record<D>>>,
 }
 
@@ -78,27 +80,29 @@ pub(super) fn claim<D: Clone>(
     begin: impl FnOnce() -> (u64, D),
 ) -> Option<Claim<D>> {
     let count = seats.len() as u64;
+    let read = seats.iter().map(|seat| seat.as_ref()?.record.clone()).collect();
     let found = || seats.iter().flatten().filter_map(|seat| seat.record.as_ref());
-    let Some(newest) = found().map(|record| &record.decided).max_by_key(|decided| decided.age())
-    else {
+    let Some(newest) = found().max_by_key(|record| record.decided.age()) else {
         let lives: Option<Vec<u64>> = seats.iter().map(|seat| Some(seat.as_ref()?.life)).collect();
         let voters = lives.filter(|_| own == 0)?;
         let ((job, value), term) = (begin(), count);
         let decided = Decided { term, number: 0, voters, value };
         let record = Record { job, term, beat: 0, decided };
-        return Some(Claim { term, records: vec![Some(record); seats.len()] });
+        return Some(Claim { term, read, records: vec![Some(record); seats.len()] });
     };
     let last = found().map(|record| record.term).max()?;
     let term = last - last % count + own as u64;
     let term = if term > last { term } else { term + count };
+    let voters = &newest.decided.voters;
     let record = |(at, seat): (usize, &Option<Seat<D>>)| {
-        let seat = seat.as_ref().filter(|seat| seat.life == newest.voters[at] && is_silent(at))?;
-        let record = seat.record.clone()?;
-        Some(Record { term, beat: 0, ..record })
+        let seat = seat.as_ref().filter(|seat| seat.life == voters[at] && is_silent(at))?;
+        // A voter without a record has never had one.
+        let record = seat.record.as_ref().unwrap_or(newest);
+        Some(Record { term, beat: 0, ..record.clone() })
     };
     let records: Vec<Option<Record<D>>> = seats.iter().enumerate().map(record).collect();
-    let asked = |at: usize| records[at].as_ref().map(|_| newest.voters[at]);
-    is_majority(&newest.voters, asked).then_some(Claim { term, records })
+    let asked = |at: usize| records[at].as_ref().map(|_| voters[at]);
+    is_majority(voters, asked).then_some(Claim { term, read, records })
 }
 
 /// A coordinator's hold on the seats.

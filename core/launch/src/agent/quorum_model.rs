@@ -3,7 +3,7 @@
 
 use std::collections::HashSet;
 
-use super::quorum::{Claim, Lead, Record, Seat, claim};
+use super::quorum::{Claim, Lead, Seat, claim};
 
 /// What has been decided, one number for each decision.
 type History = Vec<u8>;
@@ -14,6 +14,8 @@ enum Fault {
     None,
     /// A seat whose agent has started again still counts as the voter that it was.
     Forgets,
+    /// A seat grants a claim that was made before its present record.
+    GrantsBlindly,
     /// A coordinator goes on from the oldest decision that it finds.
     GoesOnFromOldest,
     /// A coordinator writes at seats that another one has claimed since.
@@ -39,12 +41,7 @@ struct World {
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 enum Agent {
     Idle,
-    Claims {
-        claim: Claim<History>,
-        /// What it has read of each seat, until the seat has answered.
-        read: Vec<Option<Record<History>>>,
-        granted: Vec<Option<u64>>,
-    },
+    Claims { claim: Claim<History>, granted: Vec<Option<u64>> },
     Leads(Lead<History>),
 }
 
@@ -89,7 +86,7 @@ impl World {
                 add(&|next| next.claim(own, hidden, fault))?;
             }
             for at in 0..self.seats.len() {
-                add(&|next| next.answer(own, at))?;
+                add(&|next| next.answer(own, at, fault))?;
                 add(&|next| next.write(own, at, fault))?;
             }
             add(&|next| next.win(own))?;
@@ -138,21 +135,20 @@ impl World {
             claim.records.iter_mut().flatten().for_each(|record| record.decided = oldest.clone());
         }
         self.claims_left -= 1;
-        let read = reached.into_iter().map(|seat| seat?.record).collect();
-        self.agents[own] = Agent::Claims { read, granted: vec![None; self.seats.len()], claim };
+        self.agents[own] = Agent::Claims { granted: vec![None; self.seats.len()], claim };
         Ok(())
     }
 
     /// A seat answers a claim, if its record is still the one that was read.
-    fn answer(&mut self, own: usize, at: usize) -> Result<(), String> {
-        let (Agent::Claims { claim, read, granted }, Some(seat)) =
+    fn answer(&mut self, own: usize, at: usize, fault: Fault) -> Result<(), String> {
+        let (Agent::Claims { claim, granted }, Some(seat)) =
             (&mut self.agents[own], &mut self.seats[at])
         else {
             return Ok(());
         };
         if let Some(record) = claim.records[at].clone()
             && granted[at].is_none()
-            && seat.record == read[at]
+            && (seat.record == claim.read[at] || fault == Fault::GrantsBlindly)
         {
             (seat.record, granted[at]) = (Some(record), Some(seat.life));
         }
@@ -249,7 +245,13 @@ fn larger_worlds_lose_no_decision() {
 
 #[test]
 fn planted_faults_are_found() {
-    for fault in [Fault::Forgets, Fault::GoesOnFromOldest, Fault::Overwrites, Fault::ActsEarly] {
+    for fault in [
+        Fault::Forgets,
+        Fault::GrantsBlindly,
+        Fault::GoesOnFromOldest,
+        Fault::Overwrites,
+        Fault::ActsEarly,
+    ] {
         let found = explore(World::new(2, 1, 2), fault);
         assert!(found.is_err(), "{fault:?}: {found:?}");
     }

@@ -421,7 +421,10 @@ impl Shared {
         }
         view.read = Some(now);
         self.note_life(&mut state);
-        if let Some((claim, answers)) = &state.claim {
+        if let Some((claim, answers)) = &mut state.claim {
+            if claim.read[at] != found {
+                answers[at] = Answer::Refused;
+            }
             let awaited = answers[at] == Answer::Awaited;
             return claim.records[at].clone().filter(|_| awaited);
         }
