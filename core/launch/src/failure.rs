@@ -5,7 +5,7 @@ use std::backtrace::{Backtrace, BacktraceStatus};
 use std::panic::PanicHookInfo;
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::attempt::end_by;
 use super::elastic::{Invitation, reason};
@@ -119,6 +119,22 @@ impl Membership {
                 self.wait_until_notified();
                 code
             }
+        }
+    }
+
+    /// Waits up to `within` for the failure of the job. Under an agent, what the agent says comes first.
+    /// The loss of the job's store with its host is no failure there: the ranks go on, until their
+    /// agent invites them to a generation with another store.
+    fn wait_for_failure(&self, within: Duration) -> Option<(usize, String)> {
+        let Some(to) = &self.link.agent else { return self.client.wait_for_failure(within) };
+        if let Some(told) = to.client().failure() {
+            return Some(told);
+        }
+        let begun = Instant::now();
+        let failure = self.client.wait_for_failure(within)?;
+        match self.client.has_lost_host() {
+            true => to.client().wait_for_failure(within.saturating_sub(begun.elapsed())),
+            false => Some(failure),
         }
     }
 
@@ -260,7 +276,7 @@ impl FailureWatch {
 
     /// Waits up to `within` until the job has failed.
     pub fn wait(&self, within: Duration) -> Option<JobFailure> {
-        let (rank, message) = self.0.client.wait_for_failure(within)?;
+        let (rank, message) = self.0.wait_for_failure(within)?;
         let goes_on = Invitation::read(&message).is_some();
         Some(JobFailure { rank, message, goes_on })
     }
