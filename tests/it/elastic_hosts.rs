@@ -42,7 +42,7 @@ fn alone(job: &Job<'_>) -> Vec<(u64, f64)> {
 #[derive(Clone)]
 pub(crate) struct Agents<'a> {
     job: Job<'a>,
-    /// Where agents meet; several, separated by commas, of which any agent may coordinate the job.
+    /// Where agents meet: one endpoint, or several separated by commas.
     endpoint: String,
     nodes: &'a str,
     devices: &'a str,
@@ -53,7 +53,7 @@ impl<'a> Agents<'a> {
         Self { job, endpoint: free_endpoints(1), nodes, devices }
     }
 
-    /// Agents of which each of three may coordinate the job.
+    /// Agents that meet at three endpoints.
     pub(crate) fn with_three_seats(self) -> Self {
         Self { endpoint: free_endpoints(3), ..self }
     }
@@ -389,7 +389,7 @@ fn a_cut_cable_costs_no_step() {
 }
 
 #[test]
-fn a_coordinator_without_ranks_survives_all_hosts() {
+fn coordinator_without_ranks_survives_all_hosts() {
     let scratch = Scratch::with_tokens();
     let job = training(&scratch, "ddp");
     let expected = undisturbed(&job);
@@ -458,7 +458,7 @@ fn a_coordinator_without_ranks_is_replaced() {
     let coordinator = agents.coordinator().start();
     coordinator.until("its start", |this| this.said("may coordinate").then_some(()));
     let running = agents.start_two();
-    // Its store is that of the second generation.
+    // It hosts the store of the second generation.
     let process = rank_of(&running[1], 3);
     running[0].reach(20);
     kill_process(process, Signal::KILL).unwrap();

@@ -147,8 +147,8 @@ pub fn first_world_size() -> Option<usize> {
 /// Returns `None` if there is no next generation: the job has another failure, or none.
 ///
 /// # Errors
-/// If this process has no place in the next generation; [`Error::Interrupted`] if it is asked to end
-/// meanwhile.
+/// If this process has no place in the next generation; [`Error::Interrupted`] if it is asked to
+/// end meanwhile.
 pub fn join_next_generation(within: Duration) -> Result<Option<LaunchedRank>> {
     let Some(before) = membership() else { return Ok(None) };
     let _starting = Starting::new();
@@ -199,7 +199,8 @@ pub fn join_next_generation(within: Duration) -> Result<Option<LaunchedRank>> {
     }
 }
 
-/// Connects to the store of a generation, unless the agent tells meanwhile that the generation is over.
+/// Connects to the store of a generation, unless the agent tells meanwhile that the generation is
+/// over.
 fn connect(link: &Link, info: RankInfo) -> Result<TcpStore> {
     let begun = Instant::now();
     loop {

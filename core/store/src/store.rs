@@ -21,8 +21,8 @@ pub trait Store: Send + Sync {
     /// Adds `amount` to the integer at `key` (absent: 0) and returns the new value.
     fn add(&self, key: &str, amount: i64) -> Result<i64>;
 
-    /// Sets `key` if its value is `expected` (`None`: it has none). Returns whether it was; else it
-    /// keeps its value.
+    /// Sets `key` if its present value is `expected`; `None` is a key without a value. Returns
+    /// whether it was set.
     fn compare_set(&self, key: &str, expected: Option<&[u8]>, value: &[u8]) -> Result<bool>;
 
     /// Tells all ranks of the job that this rank failed, with a message. The first report becomes

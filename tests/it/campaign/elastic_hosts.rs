@@ -20,7 +20,7 @@ enum Coordinators {
     First,
     /// An agent without ranks, which is not killed.
     Own,
-    /// Each of three, of which one at a time may be lost.
+    /// Any of three agents. One at a time may be lost.
     Three,
 }
 
@@ -188,8 +188,8 @@ fn strike_at_random(scratch: &Scratch, trial: &mut Trial, generations: &mut usiz
         return;
     }
     if code != Some(0) {
-        // A rank that is lost after another has left ends the job. So does one that is lost before its
-        // agent knows that the job is elastic.
+        // A rank that is lost after another has left ends the job. So does one that is lost before
+        // its agent knows that the job is elastic.
         let ended = all().any(|run| run.stdout.contains("\"summary\""))
             && all().all(|run| !run.stderr.contains("panicked"));
         let trains = all().any(|run| run.stdout.contains("{\"event\":\"step\","));

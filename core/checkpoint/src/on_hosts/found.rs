@@ -1,4 +1,4 @@
-//! Finding the checkpoints in the memory of hosts of which all files are left.
+//! Finding checkpoints in the memory of hosts that still have all their files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -65,7 +65,7 @@ pub fn parts_on_host(io: &dyn CheckpointIO) -> Result<Vec<HostPart>> {
     Ok(parts)
 }
 
-/// A checkpoint in the memory of hosts, of which all files are there.
+/// A checkpoint in the memory of hosts, with all its files.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OnHosts {
     /// The checkpoint's name.

@@ -1,8 +1,8 @@
 //! Byte ranges of files on other hosts: who asks whom, and the messages.
 //!
 //! A request is three integers: a file's index, an offset, and a length of at most [`PIECE`] bytes.
-//! The answer is the bytes. A negative index ends the requests of a rank. An error of the server's
-//! file aborts the groups, whose ranks have no other way to go on. Two ranks may ask each other, so
+//! The answer is the bytes. A negative index ends the requests of a rank. If a file cannot be read,
+//! the groups are aborted: the other ranks wait for its bytes. Two ranks may ask each other, so
 //! requests and answers have a group each.
 
 use std::collections::{BTreeMap, VecDeque};

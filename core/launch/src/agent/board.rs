@@ -1,5 +1,5 @@
-//! An agent's view of the others: a thread that polls the agents' store and writes to it. With another
-//! coordinator the agents have another store, to which the thread writes everything again.
+//! An agent's view of the others: a thread polls the agents' store and writes to it. Another
+//! coordinator has another store, and gets everything again.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -209,7 +209,7 @@ impl Board {
     fn say<T: Serialize>(&self, attempt: u64, key: String, value: &T) {
         let value = serde_json::to_vec(value).expect("what agents say is JSON");
         let mut state = self.0.lock();
-        // What was said of earlier attempts does not matter any more, once the coordinator knows it.
+        // No coordinator needs to hear of attempts before the last two again.
         let old = state.said.iter().take_while(|said| said.attempt.saturating_add(1) < attempt);
         let old = old.count().min(state.untold - state.first);
         state.said.drain(..old);

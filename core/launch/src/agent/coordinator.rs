@@ -73,8 +73,8 @@ pub(super) struct Coordinator {
     lost_coordinator: Option<String>,
 }
 
-/// Waits until this agent is to coordinate the job, and does so to its end. `own` is the agent and its
-/// host.
+/// Waits until this agent wins the seats, and then coordinates the job to its end. `own` is the
+/// agent and its host.
 ///
 /// # Errors
 /// If the agents' store is gone, and with it this agent; or if the others may go on without this
@@ -126,7 +126,7 @@ impl Coordinator {
         attempt
     }
 
-    /// Runs the job's attempts, the first of which may have begun.
+    /// Runs the job's attempts. `begun` is the attempt of a coordinator before, if there was one.
     fn run(&mut self, mut begun: Option<(Attempt, Vec<u64>)>) -> Result<()> {
         if let Some(over) = self.decided.as_ref().and_then(|decided| decided.over.clone()) {
             return write(&self.store, keys::OVER, &over);
@@ -177,9 +177,9 @@ impl Coordinator {
         }
     }
 
-    /// Runs an attempt, and those in which an elastic job goes on. Returns the number of the last
-    /// one, and its end. `restarts` has the number of new processes of each rank, and `has_begun` tells
-    /// whether an earlier coordinator has decided on the attempt.
+    /// Runs an attempt and the generations after it. Returns the number of the last one, and its
+    /// end. `restarts` has the number of new processes of each rank; `has_begun` is true if an
+    /// earlier coordinator has decided on the attempt.
     fn watch_generations(
         &mut self,
         mut attempt: Attempt,
@@ -427,8 +427,8 @@ impl Coordinator {
         ones.into_iter().map(|(agent, known)| (*agent, known.member.clone())).collect()
     }
 
-    /// The failure of a node that was to be taken in, whose ranks have not all come. The job goes on
-    /// without it.
+    /// The failure of a node that was to be taken in, whose ranks have not all come. The job goes
+    /// on without it.
     fn failed_to_come(&self, attempt: &Attempt, node: &Node) -> Option<String> {
         if !node.joins {
             return None;
@@ -464,8 +464,8 @@ impl Coordinator {
         Some(if replaced { YIELDS } else { self.options.keep_alive })
     }
 
-    /// Whether all agents of an attempt have told this coordinator what they told the one before, or are
-    /// lost. An agent's heartbeat comes after that.
+    /// Whether this coordinator knows from all agents of an attempt what they told the one before,
+    /// unless they are lost. An agent's first heartbeat comes after that.
     fn all_have_told(&self, attempt: &Attempt) -> bool {
         let has_told = |node: &Node| self.agents.get(&node.agent).is_some_and(|it| it.beat > 0);
         attempt.nodes.iter().all(|node| has_told(node) || self.silent_for(node.agent).is_some())
@@ -484,7 +484,7 @@ impl Coordinator {
                 None => return Ok(Next::Nothing),
             }
         }
-        // The agent of rank 0 alone knows of its work. All agents may be gone before they have told it.
+        // Only the agent of rank 0 knows of its work. All agents may be gone before they tell it.
         let before = attempt.generation.as_ref().map(|generation| &generation.going_on);
         let known = all_told.iter().find(|told| told.work.is_some()).or(all_told.first());
         let Some(going_on) = known.or(before).cloned() else { return Ok(Next::Nothing) };
@@ -544,8 +544,8 @@ impl Coordinator {
         Ok(())
     }
 
-    /// Waits until the ranks of an attempt have ended on all nodes, or an elastic job goes on without
-    /// some of them. `restarts` has the number of new processes of each rank.
+    /// Waits until the ranks of an attempt have ended on all nodes, or an elastic job goes on
+    /// without some of them. `restarts` has the number of new processes of each rank.
     fn watch(&mut self, attempt: &Attempt, restarts: &[u64]) -> Result<Watched> {
         let mut verdict = None::<End>;
         let mut failed_rank = None;

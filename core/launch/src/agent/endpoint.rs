@@ -1,5 +1,5 @@
-//! The agents' rendezvous: an agent hosts a seat of it if an endpoint is its host's, and connects to
-//! all seats.
+//! The agents' rendezvous. An agent hosts a seat if an endpoint is on its host, and connects to
+//! all.
 
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::sync::Arc;
@@ -35,14 +35,13 @@ pub(super) struct Meeting {
 const KEY: &str = job_secret::JOB_KEY_VARIABLE;
 /// Interval between checks for a coordinator.
 const POLL: Duration = Duration::from_millis(20);
-/// How long an agent says nothing while nobody coordinates the job.
+/// Time after which an agent says that it waits for a coordinator.
 const SILENT: Duration = Duration::from_secs(5);
 /// Time for one connection, after the first one.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Meeting {
-    /// Hosts a seat, if one of the endpoints' addresses is this host's and still free, and connects to
-    /// all.
+    /// Hosts a seat if an endpoint's address is this host's and still free, and connects to all.
     pub(super) fn join(options: &AgentOptions) -> Result<Self> {
         let file = options.job_key_file.as_deref();
         let secret = job_secret::configured(&Variables::current(), file, "--job-key-file")?;
@@ -162,8 +161,8 @@ const TAKEN: &str = "another process is or was rank";
 /// A seat, and its store.
 type Hosted = (usize, StoreServer);
 
-/// Hosts the first seat whose address is this host's and free. Returns the reason if an address is this
-/// host's and not free.
+/// Hosts the first seat whose address is this host's and free. Returns why an address of this host
+/// is not free.
 fn host_one(options: &AgentOptions, key: &JobKey) -> Result<(Option<Hosted>, Option<String>)> {
     // A node's rank names the host of the only seat.
     if options.endpoints.len() == 1 && options.node_rank.is_some_and(|rank| rank > 0) {

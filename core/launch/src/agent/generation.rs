@@ -33,12 +33,13 @@ pub(super) enum Refusal {
 type Place = (Option<usize>, u64);
 
 /// Returns the attempt in which a job goes on, and for each of its ranks how often its process was
-/// replaced. `restarts` has these numbers of the present attempt. The caller sets the address of the
-/// store.
+/// replaced. `restarts` has these numbers of the present attempt. The caller sets the address of
+/// the store.
 ///
 /// Ranks keep their order. A lost rank of a node that is left gets a new process, up to
 /// `max_restarts` times. Nodes that have come are added at the end, up to the most nodes. If the
-/// strategy does not fit the number of ranks, new processes are left out first, then the last ranks.
+/// strategy does not fit the number of ranks, new processes are left out first, then the last
+/// ranks.
 ///
 /// # Errors
 /// The reason if the job does not go on.

@@ -4,8 +4,8 @@
 //! # How agents work together
 //! Agents meet in their own key-value store at the rendezvous endpoint. The agent whose host has
 //! the endpoint's address hosts the store; it is the *coordinator*. With several endpoints each of
-//! their agents hosts a store, and one of them is the coordinator; if it is lost, another one goes on
-//! with what it has decided (`quorum`). A job is a sequence of *attempts*:
+//! their agents hosts a store, and one of them is the coordinator. If it is lost, another one goes
+//! on from its last decision (`quorum`). A job is a sequence of *attempts*:
 //!
 //! 1. The coordinator publishes the agents of the attempt and the ranks of each (`plan::Attempt`).
 //! 2. The first agent publishes the address at which the ranks meet. Every agent starts its ranks
@@ -20,10 +20,10 @@
 //! heartbeats. Otherwise it takes the other agent's place, and the attempt with the other agent has
 //! failed.
 //!
-//! In an elastic job (`trainer.elastic`), the coordinator answers a loss with another attempt that is
-//! a *generation*: it keeps the ranks that are left (`generation::next`). Ranks hear of it from their
-//! agent's own store, since the job's store may be on a lost host; agents that have come later are
-//! taken in the same way. If the job cannot go on, the loss is a failure as above.
+//! In an elastic job (`trainer.elastic`), the coordinator answers a loss with another attempt that
+//! is a *generation*: it keeps the ranks that are left (`generation::next`). Ranks hear of it from
+//! their agent's own store, since the job's store may be on a lost host; agents that have come
+//! later are taken in the same way. If the job cannot go on, the loss is a failure as above.
 //!
 //! An agent that is silent for `keep_alive` counts as lost, and so does a coordinator. Without a
 //! coordinator, agents end their ranks after twice that time.

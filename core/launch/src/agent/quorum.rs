@@ -1,16 +1,17 @@
 //! The rules by which agents agree on a coordinator, and on what it has decided.
 //!
-//! Each host of the rendezvous has a *seat*: a [`Record`] that changes only by comparison, so who
-//! writes it names the record that it has read. A coordinator has a *term*. It holds the seats whose
-//! records have that term, and it has decided what a majority of the *voters* has recorded under it.
+//! Each host of the rendezvous has a *seat* with one [`Record`]. An agent that writes a record
+//! names the one that it has read, and the seat refuses if it has another one by now. A coordinator
+//! has a *term* and holds the seats whose records have this term. Its decision holds once a
+//! majority of the *voters* has recorded it under this term.
 //!
-//! An agent that claims the seats of a silent coordinator goes on from the newest decision that it
-//! finds. As two majorities have a seat in common, it finds every decision that somebody may have
-//! acted on, and the coordinator before it cannot decide any more (as in Paxos).
+//! If a coordinator is silent, another agent claims the seats and goes on from the newest decision
+//! there. Two majorities have a seat in common. So the agent finds every decision that holds, and
+//! the coordinator before it cannot decide any more (as in Paxos).
 //!
-//! A seat whose agent has started again has forgotten its record. It has another *life* then, and is
-//! no voter until the coordinator has decided that it is, by majorities of the voters before and
-//! after (as in Raft, one seat at a time).
+//! If the agent of a seat starts again, its record is lost. The seat then has another *life*. It
+//! counts again after the coordinator has decided so, by majorities of the voters before and after
+//! (as in Raft, one seat at a time).
 
 use serde::{Deserialize, Serialize};
 
@@ -27,7 +28,7 @@ pub(super) struct Record<D> {
     pub(super) decided: Decided<D>,
 }
 
-/// What a coordinator has decided, perhaps.
+/// A decision. It holds once a majority of the voters has recorded it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(super) struct Decided<D> {
     /// The term under which it was recorded.
@@ -118,8 +119,8 @@ pub(super) struct Lead<D> {
 }
 
 impl<D: Clone> Lead<D> {
-    /// The hold of an agent that has written its records at the seats with these lives; `None` if they
-    /// are no majority.
+    /// The hold of an agent that has written its records at the seats with these lives; `None` if
+    /// they are no majority.
     pub(super) fn of(claim: &Claim<D>, granted: &[Option<u64>]) -> Option<Self> {
         let records = claim.records.iter().zip(granted);
         let records = records.filter_map(|(record, granted)| granted.and(record.as_ref()));
@@ -151,8 +152,8 @@ impl<D: Clone> Lead<D> {
         self.decided.value = value;
     }
 
-    /// The record to write in place of the one found, with this beat; `None` if another coordinator has
-    /// the seat, or another job.
+    /// The record to write in place of the one found, with this beat; `None` if another coordinator
+    /// has the seat, or another job.
     pub(super) fn record(&self, found: Option<&Record<D>>, beat: u64) -> Option<Record<D>> {
         if found.is_some_and(|found| found.job != self.job || found.term > self.term) {
             return None;

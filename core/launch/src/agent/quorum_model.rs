@@ -1,11 +1,11 @@
-//! All interleavings of agents that claim seats, decide, end and start again. The rules are those of
-//! the program.
+//! All interleavings of agents that claim seats, decide, end and start again. The rules are those
+//! of the program.
 
 use std::collections::HashSet;
 
 use super::quorum::{Claim, Lead, Seat, claim};
 
-/// What has been decided, one number for each decision.
+/// The decisions so far, a number for each.
 type History = Vec<u8>;
 
 /// A mistake that the checker must find.
@@ -65,7 +65,7 @@ impl World {
     /// All worlds that one event leads to.
     ///
     /// # Errors
-    /// If somebody acts on a history that lacks what another one has acted on.
+    /// If two agents act on histories of which neither continues the other.
     fn next(&self, fault: Fault) -> Result<Vec<Self>, String> {
         let mut all = Vec::new();
         for own in 0..self.seats.len() {
@@ -117,7 +117,7 @@ impl World {
         Ok(())
     }
 
-    /// An agent claims the seats, of which it may not reach one.
+    /// An agent claims the seats. It may not reach the `hidden` one.
     fn claim(&mut self, own: usize, hidden: usize, fault: Fault) -> Result<(), String> {
         let mut reached = self.seats.clone();
         if let Some(seat) = reached.get_mut(hidden) {

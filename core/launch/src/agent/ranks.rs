@@ -119,8 +119,8 @@ impl Ranks {
         Ok(ranks)
     }
 
-    /// Lets the ranks go on in the next generation of an elastic job. Starts new processes, ends those
-    /// that have no place in it, and invites the others.
+    /// Lets the ranks go on in the next generation of an elastic job. Starts new processes, ends
+    /// those that have no place in it, and invites the others.
     ///
     /// # Errors
     /// If a rank cannot be started. The others wait then, and must be ended.

@@ -284,8 +284,8 @@ impl Agent<'_> {
         }
     }
 
-    /// Runs this node's ranks of an attempt, and of the generations in which an elastic job goes on.
-    /// Returns the number of the last attempt, and its end.
+    /// Runs this node's ranks of an attempt, and of the generations in which an elastic job goes
+    /// on. Returns the number of the last attempt, and its end.
     ///
     /// # Errors
     /// If the other agents are unreachable; the ranks are ended.

@@ -13,14 +13,14 @@ use crate::{Error, Result};
 use fulgurite_error::advice;
 use fulgurite_store::{JobKey, Store};
 
-/// What a coordinator decides: all that another one needs to go on in its place.
+/// The state of a job after a decision, from which another coordinator can go on.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Decision {
     pub(super) attempt: Attempt,
     /// The number of new processes of each rank.
     pub(super) restarts: Vec<u64>,
-    /// The agents that are known, in the order of joining, and whether the job goes on without their
-    /// ranks.
+    /// The agents that are known, in the order of joining, and whether the job goes on without
+    /// their ranks.
     pub(super) agents: Vec<(u64, Member, bool)>,
     /// How often each host was lost.
     pub(super) lost_hosts: BTreeMap<String, u64>,
@@ -94,7 +94,7 @@ enum Answer {
 }
 
 impl Seats {
-    /// Connects to the seats, on a thread each. `life` is that of this agent's own seat, if it has one.
+    /// Connects to the seats, on a thread each. `own` is this agent's seat.
     pub(super) fn new(
         connections: Vec<Connect>,
         own: Option<usize>,
@@ -162,8 +162,9 @@ impl Seats {
         views.filter_map(why).collect()
     }
 
-    /// Waits until this agent is the coordinator. Returns the agents' store of its term, and what the
-    /// coordinator before has decided; `None` at the start of the job. Returns `None` at the end.
+    /// Waits until this agent is the coordinator. Returns the agents' store of its term, and what
+    /// the coordinator before has decided; `None` at the start of the job. Returns `None` at the
+    /// end.
     ///
     /// # Errors
     /// If no random number can be drawn.
@@ -221,7 +222,7 @@ impl Seats {
         }
     }
 
-    /// As coordinator, decides. What is decided holds even if this agent is lost.
+    /// As coordinator, decides. The decision outlives this agent.
     ///
     /// # Errors
     /// If no majority of the seats has recorded it in time: another agent may be the coordinator.
@@ -265,7 +266,7 @@ impl Seats {
         ))
     }
 
-    /// Ends the threads. What is said of the job's end stays readable until the process ends.
+    /// Ends the threads. The stores stay readable until the process ends.
     pub(super) fn end(&self) {
         self.shared.lock().ended = true;
         self.shared.changed.notify_all();
@@ -288,8 +289,8 @@ impl State {
         quorum::coordinator(&self.reached(lease))
     }
 
-    /// Whether the agent of seat `own` may claim a seat: its record has not changed for so long that
-    /// its coordinator has given up. Of several agents the one of the first seat begins.
+    /// Whether the agent of seat `own` may claim a seat: its record has not changed for so long
+    /// that its coordinator has given up. Of several agents the one of the first seat begins.
     fn is_silent(&self, at: usize, own: usize, lease: Duration) -> bool {
         let reached = self.reached(lease);
         let before = reached[..own].iter().flatten().count() as u32;

@@ -191,8 +191,8 @@ impl TcpStore {
         self.failure()
     }
 
-    /// Sets the job's failure on this client alone, unless it knows one already: a failure that this
-    /// process has learned in another way.
+    /// Sets the job's failure on this client alone, unless it knows one already: a failure that
+    /// this process has learned in another way.
     pub fn set_failure(&self, rank: usize, message: &str) {
         self.health.set_failure((rank, message.to_owned()));
     }

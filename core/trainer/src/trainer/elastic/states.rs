@@ -87,7 +87,7 @@ pub(crate) fn remove_states() {
     }
 }
 
-/// A state in the memory of the hosts, of which all files are there.
+/// A state in the memory of the hosts, with all its files.
 #[derive(Debug, Clone)]
 pub(crate) struct MemoryState {
     pub(super) step: u64,
@@ -97,7 +97,7 @@ pub(crate) struct MemoryState {
 
 /// What is in the memory of the hosts.
 pub(super) struct Memory {
-    /// The newest state of which all files are there.
+    /// The newest state with all its files.
     pub(super) newest: Option<MemoryState>,
     /// Whether there are files of states at all.
     pub(super) has_parts: bool,
