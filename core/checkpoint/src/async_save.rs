@@ -31,10 +31,14 @@ use fulgurite_engine::collective::ProcessGroup;
 /// # fn train(
 /// #     fabric: &Fabric, io: Arc<dyn CheckpointIO>, optimizer: &mut FabricOptimizer,
 /// # ) -> fulgurite_core::Result<()> {
-/// let mut saver = AsyncSaver::new(io, &**fabric.world())?; for step in 1..=100u64 {     // … train
-/// …     let name = format!("step-{step:08}");     let request =
-/// fabric.checkpoints().save_request(&name, Some(optimizer), &step, serde_json::Value::Null)?;
-/// saver.start(request)?; } saver.wait()?;
+/// let mut saver = AsyncSaver::new(io, &**fabric.world())?;
+/// for step in 1..=100u64 {
+///     // … train …
+///     let name = format!("step-{step:08}");
+///     let request = fabric.checkpoints().save_request(&name, Some(optimizer), &step, serde_json::Value::Null)?;
+///     saver.start(request)?;
+/// }
+/// saver.wait()?;
 /// # Ok(())
 /// # }
 /// ```
