@@ -1,7 +1,7 @@
 //! Elastic trainings whose ranks `fulgurite run` starts, on one host and on two.
 
 use std::fs;
-use std::net::TcpListener;
+use std::net::{TcpListener, TcpStream};
 
 use rustix::process::{Signal, kill_process};
 use serde_json::Value;
@@ -420,8 +420,11 @@ fn coordinators_are_replaced_one_after_another() {
     let expected = job.clone().set(&["trainer.devices=3"]).succeed().losses();
     let agents = Agents::new(job, "1:3", "1").with_three_seats();
     let mut running: Vec<Running> = Vec::new();
-    for node in 0..3 {
-        running.push(agents.start(&node.to_string()));
+    // In the order of the endpoints: each hosts the first one that is free.
+    for (node, endpoint) in agents.endpoint.split(',').enumerate() {
+        let agent = agents.start(&node.to_string());
+        agent.until("its seat", |_| TcpStream::connect(endpoint).ok());
+        running.push(agent);
     }
     let mut found = std::collections::BTreeMap::new();
     let mut ended = Vec::new();

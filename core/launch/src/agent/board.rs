@@ -125,9 +125,10 @@ struct Shared {
     changed: Condvar,
 }
 
-#[derive(Default)]
 struct State {
     seen: Seen,
+    /// When a coordinator's store last answered.
+    heard: Instant,
     /// What this agent has said, in order.
     said: Vec<Said>,
     /// Number of the first of it that is not forgotten.
@@ -148,7 +149,9 @@ struct Said {
 impl Board {
     /// Makes the agent known to the coordinator, now and whenever it is another one.
     pub(super) fn new(seats: Arc<Seats>, agent: u64, member: Member) -> Result<Self> {
-        let (state, changed) = (Mutex::default(), Condvar::new());
+        let (seen, heard, said) = (Seen::default(), Instant::now(), Vec::new());
+        let state = State { seen, heard, said, first: 0, untold: 0, term: 0, ended: false };
+        let (state, changed) = (Mutex::new(state), Condvar::new());
         let shared = Arc::new(Shared { seats, agent, member, state, changed });
         let shared_for_thread = shared.clone();
         start(move || shared_for_thread.follow_coordinators())?;
@@ -158,6 +161,11 @@ impl Board {
     /// Returns the content read last.
     pub(super) fn seen(&self) -> Seen {
         self.0.lock().seen.clone()
+    }
+
+    /// For how long no coordinator's store has answered.
+    pub(super) fn silent_for(&self) -> Duration {
+        self.0.lock().heard.elapsed()
     }
 
     /// Publishes the address at which the ranks of an attempt meet.
@@ -271,9 +279,7 @@ impl Shared {
             }
             drop(state);
             let mut answers = false;
-            if let Some((current, store)) = self.seats.coordinator()
-                && current == term
-            {
+            if let Some(store) = self.seats.store_of(term) {
                 is_known = is_known || self.come(&store).is_ok();
                 if is_known {
                     answers = self.tell(&store, term);
@@ -340,6 +346,7 @@ impl Shared {
         // A new coordinator has not said anything yet.
         let says = seen.attempt.is_some() || seen.over.is_some() || seen.refused.is_some();
         let mut state = self.lock();
+        state.heard = Instant::now();
         if says && state.term == term {
             state.seen = seen;
         }

@@ -113,8 +113,7 @@ impl Coordinator {
         ));
         let now = Instant::now();
         for (order, (agent, member, left_out)) in before.agents.iter().enumerate() {
-            // Others may need as long as this agent to notice the loss.
-            let heard = (agent != lost).then(|| now + self.options.keep_alive);
+            let heard = (agent != lost).then_some(now);
             let (member, left_out, refused) = (member.clone(), *left_out, false);
             let known = Known { member, order, since: now, beat: 0, heard, refused, left_out };
             self.agents.insert(*agent, known);
@@ -190,6 +189,7 @@ impl Coordinator {
         let mut stores = VecDeque::new();
         loop {
             if !std::mem::take(&mut has_begun) {
+                self.lost_coordinator = None;
                 let key = AgentLink::job_key_of(&self.secret, &attempt.id, attempt.number);
                 let store = stores::bind(self.address, key, attempt.world_size())?;
                 attempt.store = (self.address.to_string(), store.address().port());
@@ -203,7 +203,6 @@ impl Coordinator {
                 Watched::GoesOn(next, next_restarts) => {
                     say_going_on(&next);
                     (attempt, restarts) = (*next, next_restarts);
-                    self.lost_coordinator = None;
                 }
             }
         }

@@ -123,7 +123,7 @@ impl Meeting {
                     )));
                 }
                 // The only seat's own error comes soon.
-                ([_], None) => {}
+                ([_], None) if begun.elapsed() < options.join_timeout + SILENT => {}
                 _ if late => {
                     let why = unreached
                         .iter()

@@ -198,10 +198,14 @@ impl<D: Clone> Lead<D> {
 /// Returns the term of the coordinator that a majority of the voters knows.
 pub(super) fn coordinator<D>(seats: &[Option<Seat<D>>]) -> Option<u64> {
     let record = |at: usize| seats[at].as_ref()?.record.as_ref();
-    let newest = (0..seats.len()).filter_map(record).max_by_key(|record| record.term)?;
-    let of_term = |at: usize| {
-        record(at).filter(|record| record.term == newest.term)?;
-        seats[at].as_ref().map(|seat| seat.life)
+    let known_to_most = |newest: &&Record<D>| {
+        let of_term = |at: usize| {
+            record(at).filter(|record| record.term == newest.term)?;
+            seats[at].as_ref().map(|seat| seat.life)
+        };
+        is_majority(&newest.decided.voters, of_term)
     };
-    is_majority(&newest.decided.voters, of_term).then_some(newest.term)
+    // An agent may have claimed fewer seats under a later term.
+    let terms = (0..seats.len()).filter_map(record).filter(known_to_most);
+    terms.map(|record| record.term).max()
 }

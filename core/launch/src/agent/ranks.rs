@@ -399,8 +399,8 @@ impl Start<'_> {
                 // A single host is not lost without its ranks.
                 0 => Duration::ZERO,
                 1 => options.keep_alive,
-                // The coordinator may be lost, and after that other hosts.
-                _ => 3 * options.keep_alive,
+                // The coordinator may be lost too, at any time before the host's loss is noticed.
+                _ => 4 * options.keep_alive,
             },
             work: generation.and_then(|generation| generation.going_on.work.clone()),
         }

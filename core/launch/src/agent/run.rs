@@ -1,6 +1,7 @@
 //! [`run`]: the life of an agent.
 
 use std::net::{IpAddr, TcpListener};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime};
@@ -55,8 +56,12 @@ pub fn run(options: &AgentOptions) -> Result<i32> {
         let (address, secret) = (meeting.address.clone(), meeting.secret.clone());
         let failed = coordinator_failed.clone();
         let run = move || {
-            let end = coordinate(seats, (&address, &secret), options, own);
-            drop(end.map_err(|error| failed.set(error.to_string())));
+            let coordinate = || coordinate(seats, (&address, &secret), options, own);
+            let why = match catch_unwind(AssertUnwindSafe(coordinate)) {
+                Ok(end) => end.err().map(|error| error.to_string()),
+                Err(_) => Some("its thread panicked".to_owned()),
+            };
+            drop(why.map(|why| failed.set(why)));
         };
         std::thread::Builder::new()
             .name("coordinator".to_owned())
@@ -90,9 +95,9 @@ pub fn run(options: &AgentOptions) -> Result<i32> {
     let (meeting, board, said) = (&meeting, &board, Arc::default());
     let this = Agent { options, meeting, board, agent, coordinator_failed, orphans, started, said };
     let code = this.run()?;
-    match meeting.seats.coordinator().filter(|_| meeting.seats.leads()) {
+    match meeting.seats.own_term().and_then(|term| meeting.seats.store_of(term)) {
         None => board.say_bye(FAREWELL),
-        Some((_, store)) => wait_for_byes(&store, agent),
+        Some(store) => wait_for_byes(&store, agent),
     }
     meeting.seats.end();
     Ok(code)
@@ -268,8 +273,9 @@ impl Agent<'_> {
             return Err(Error::Launch(format!("the job cannot be coordinated any more: {why}")));
         }
         let (silent, keep_alive) = (self.meeting.seats.silent_for(), self.options.keep_alive);
+        let unreached = self.board.silent_for();
         match &*self.options.endpoints {
-            [endpoint] if silent > keep_alive => Err(Error::Launch(format!(
+            [endpoint] if silent.max(unreached) > keep_alive => Err(Error::Launch(format!(
                 "the rendezvous at {endpoint} has not answered for {keep_alive:?}: its host is down, or cut off, \
                  or its agent was killed"
             ))),
@@ -279,6 +285,11 @@ impl Agent<'_> {
                  down, or cut off from here, or their agents were killed",
                 2 * keep_alive,
                 listed(&self.options.endpoints)
+            ))),
+            [_, _, ..] if unreached > 2 * keep_alive => Err(Error::Launch(format!(
+                "the agent that coordinates the job has not answered for {:?}: others reach it, but this host \
+                 does not",
+                2 * keep_alive
             ))),
             _ => Ok(()),
         }

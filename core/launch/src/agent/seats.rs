@@ -131,15 +131,21 @@ impl Seats {
 
     /// Returns the term of the job's coordinator and its agents' store, if it is known.
     pub(super) fn coordinator(&self) -> Option<(u64, TermStore)> {
-        let state = self.shared.lock();
-        let term = state.coordinator(self.shared.lease)?;
-        let store = state.seats[state.seat_of(term)].store.clone()?;
-        Some((term, TermStore { store, term }))
+        let term = self.shared.lock().coordinator(self.shared.lease)?;
+        Some((term, self.store_of(term)?))
     }
 
-    /// Whether this agent is the coordinator.
-    pub(super) fn leads(&self) -> bool {
-        self.shared.lock().lead.is_some()
+    /// Returns the agents' store of a coordinator, as long as its seat is reached. It stays readable
+    /// at the end of the job, when the other seats are gone.
+    pub(super) fn store_of(&self, term: u64) -> Option<TermStore> {
+        let state = self.shared.lock();
+        let store = state.seats[state.seat_of(term)].store.clone()?;
+        Some(TermStore { store, term })
+    }
+
+    /// Returns the term of this agent, if it is the coordinator.
+    pub(super) fn own_term(&self) -> Option<u64> {
+        self.shared.lock().lead.as_ref().map(Lead::term)
     }
 
     /// For how long the coordinator has given no sign of life.
@@ -190,21 +196,20 @@ impl Seats {
             });
             if state.claim.is_some() {
                 let until = Instant::now() + lease;
+                let lead = |(claim, answers): &(Claim<Decided>, Vec<Answer>)| {
+                    let granted = answers.iter().map(|answer| match answer {
+                        Answer::Granted(life) => Some(*life),
+                        _ => None,
+                    });
+                    Lead::of(claim, &granted.collect::<Vec<_>>())
+                };
                 state = self.shared.wait(state, until, |state| {
-                    let (_, answers) = state.claim.as_ref()?;
-                    (!answers.contains(&Answer::Awaited)).then_some(())
+                    let claim = state.claim.as_ref()?;
+                    (!claim.1.contains(&Answer::Awaited) || lead(claim).is_some()).then_some(())
                 });
-                if let Some((claim, answers)) = state.claim.take() {
-                    let granted: Vec<Option<u64>> = answers
-                        .iter()
-                        .map(|answer| match answer {
-                            Answer::Granted(life) => Some(*life),
-                            _ => None,
-                        })
-                        .collect();
-                    state.lead = Lead::of(&claim, &granted);
-                    state.decisions += 1;
-                }
+                let claim = state.claim.take();
+                state.lead = claim.as_ref().and_then(lead);
+                state.decisions += 1;
             }
             if let Some(lead) = &state.lead {
                 let (term, before) = (lead.term(), lead.decided().clone());
@@ -235,7 +240,7 @@ impl Seats {
         let state = self.shared.wait_recorded(state);
         match state.lead.as_ref().is_some_and(Lead::is_recorded) {
             true => Ok(()),
-            false => Err(self.lost(&state)),
+            false => Err(lost(state.seats.len(), self.shared.lease)),
         }
     }
 
@@ -244,26 +249,25 @@ impl Seats {
     /// # Errors
     /// If no majority of the seats has answered lately.
     pub(super) fn check(&self) -> Result<()> {
-        let state = self.shared.lock();
         // Before another agent claims the seats.
         let limit = self.shared.lease * 3 / 4;
-        let in_time =
-            |at: usize| state.seats[at].written.is_some_and(|written| written.elapsed() < limit);
+        let is_held = |state: &State| {
+            let written = |at: usize| state.seats[at].written;
+            let in_time = |at: usize| written(at).is_some_and(|at| at.elapsed() < limit);
+            state.lead.as_ref().is_some_and(|lead| lead.is_held(in_time))
+        };
+        let state = self.shared.lock();
         // The only seat is in this process.
-        let is_held = state.lead.as_ref().is_some_and(|lead| lead.is_held(in_time));
-        match state.seats.len() == 1 || is_held {
-            true => Ok(()),
-            false => Err(self.lost(&state)),
+        if state.seats.len() == 1 || is_held(&state) {
+            return Ok(());
         }
-    }
-
-    fn lost(&self, state: &State) -> Error {
-        Error::Launch(format!(
-            "fewer than a majority of the {} hosts of the rendezvous have answered for {:?}. The others may go on \
-             with another coordinator",
-            state.seats.len(),
-            self.shared.lease
-        ))
+        // This process may have been stopped, and is about to write again.
+        let until = Instant::now() + 2 * self.shared.interval;
+        let state = self.shared.wait(state, until, |state| is_held(state).then_some(()));
+        match is_held(&state) {
+            true => Ok(()),
+            false => Err(lost(state.seats.len(), limit)),
+        }
     }
 
     /// Ends the threads. The stores stay readable until the process ends.
@@ -273,6 +277,16 @@ impl Seats {
     }
 }
 
+fn lost(seats: usize, limit: Duration) -> Error {
+    Error::Launch(match seats {
+        1 => format!("the rendezvous on this host has not answered for {limit:?}"),
+        _ => format!(
+            "fewer than a majority of the {seats} hosts of the rendezvous have answered for {limit:?}. The others \
+             may go on with another coordinator"
+        ),
+    })
+}
+
 impl State {
     fn seat_of(&self, term: u64) -> usize {
         (term % self.seats.len() as u64) as usize
@@ -280,8 +294,10 @@ impl State {
 
     /// The seats that were read lately.
     fn reached(&self, lease: Duration) -> Vec<Option<Seat<Decided>>> {
-        let lately =
-            |view: &&View| view.read.is_some_and(|read| read.elapsed() < lease / 2 + MARGIN);
+        let lately = |view: &&View| {
+            let read = view.read.filter(|_| view.store.is_some());
+            read.is_some_and(|read| read.elapsed() < lease / 2 + MARGIN)
+        };
         self.seats.iter().map(|view| Some(view).filter(lately)?.seat.clone()).collect()
     }
 
@@ -362,9 +378,11 @@ impl Shared {
                 Err(error) => {
                     let mut state = self.lock();
                     let view = &mut state.seats[at];
-                    (view.store, view.seat) = (None, None);
+                    view.store = None;
                     view.unreached = Some((error, first));
-                    if let Some((_, answers)) = &mut state.claim {
+                    if let Some((_, answers)) = &mut state.claim
+                        && answers[at] == Answer::Awaited
+                    {
                         answers[at] = Answer::Refused;
                     }
                     PAUSE
@@ -382,18 +400,15 @@ impl Shared {
         if let Some(life) = life {
             store.compare_set(LIFE, None, life.to_string().as_bytes())?;
         }
+        // A value may be missing, and the request tells that the store answers.
+        store.add(NOTHING, 0)?;
         // Its agent is about to set it.
-        let Ok(life) = store.get(LIFE, Duration::ZERO) else {
-            return store.add(NOTHING, 0).map(drop);
-        };
+        let Ok(life) = store.get(LIFE, Duration::ZERO) else { return Ok(()) };
         let wrong = || Error::Launch("the store of a seat has other values".to_owned());
         let life = String::from_utf8_lossy(&life).parse().map_err(|_| wrong())?;
         let bytes = store.get(RECORD, Duration::ZERO).ok();
-        let found = match &bytes {
-            Some(bytes) => Some(serde_json::from_slice(bytes).map_err(|_| wrong())?),
-            // Tells a seat without a record from a broken connection.
-            None => store.add(NOTHING, 0).map(|_| None)?,
-        };
+        let found = bytes.as_ref().map(|bytes| serde_json::from_slice(bytes)).transpose();
+        let found = found.map_err(|_| wrong())?;
         let Some(record) = self.read(at, life, found) else { return Ok(()) };
         let begun = Instant::now();
         let text = serde_json::to_vec(&record).map_err(Error::other)?;
@@ -423,11 +438,14 @@ impl Shared {
         view.read = Some(now);
         self.note_life(&mut state);
         if let Some((claim, answers)) = &mut state.claim {
+            if answers[at] != Answer::Awaited {
+                return None;
+            }
             if claim.read[at] != found {
                 answers[at] = Answer::Refused;
+                return None;
             }
-            let awaited = answers[at] == Answer::Awaited;
-            return claim.records[at].clone().filter(|_| awaited);
+            return claim.records[at].clone();
         }
         state.beats += 1;
         state.lead.as_ref().and_then(|lead| lead.record(found.as_ref(), state.beats))
@@ -443,7 +461,9 @@ impl Shared {
         let mut state = self.lock();
         let is_claim = |claim: &Claim<Decided>| claim.term == record.term && record.beat == 0;
         if let Some((_, answers)) = state.claim.as_mut().filter(|(claim, _)| is_claim(claim)) {
-            answers[at] = written.map_or(Answer::Refused, |_| Answer::Granted(life));
+            if answers[at] == Answer::Awaited {
+                answers[at] = written.map_or(Answer::Refused, |_| Answer::Granted(life));
+            }
         } else if let (Some(begun), Some(lead)) = (written, &mut state.lead)
             && lead.term() == record.term
         {

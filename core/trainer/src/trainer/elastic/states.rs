@@ -2,7 +2,8 @@
 //!
 //! Each host keeps the files of its own ranks and of the ranks of the host before it. States are
 //! ordered by the generation that wrote them and then by step: a host that comes back may have
-//! states of a generation that the others have left behind.
+//! states of a generation that the others have left behind. States from before a restart of the job
+//! do not count: its steps began again at a checkpoint.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,7 +16,7 @@ use fulgurite_config::PluginValue;
 use fulgurite_config::registry::kind;
 use fulgurite_engine::checkpoint_io::CheckpointIOConfig;
 use fulgurite_engine::collective::{ProcessGroup, all_gather_object};
-use fulgurite_launch::{generation, job_memories, job_memory, job_memory_id};
+use fulgurite_launch::{attempt, generation, job_memories, job_memory, job_memory_id};
 
 /// The directory in a host's memory.
 const STATES: &str = "states";
@@ -35,14 +36,20 @@ pub(super) fn written_name(step: u64) -> String {
 }
 
 fn name(kind: &str, generation: u64, step: u64) -> String {
-    format!("{kind}-{generation:08}-{step:012}")
+    format!("{kind}-{:04}-{generation:08}-{step:012}", restarts())
 }
 
-/// The generation and the step of a state.
+/// How often the job was started again.
+fn restarts() -> u64 {
+    attempt().map_or(0, |attempt| attempt.restart_count)
+}
+
+/// The generation and the step of a state; `None` if it is from before a restart.
 fn age(name: &str) -> Option<(u64, u64)> {
-    let (rest, step) = name.rsplit_once('-')?;
-    let (_, generation) = rest.rsplit_once('-')?;
-    Some((generation.parse().ok()?, step.parse().ok()?))
+    let mut parts = name.split('-').skip(1).map(str::parse::<u64>);
+    let mut next = || parts.next()?.ok();
+    let (of_start, generation, step) = (next()?, next()?, next()?);
+    (of_start == restarts()).then_some((generation, step))
 }
 
 /// Gathers the hosts of the ranks. Collective.
@@ -146,6 +153,7 @@ mod tests {
         let [old, new] = [name(COPY, 1, 30), name(WRITTEN, 2, 20)];
         assert_eq!((age(&old), age(&new)), (Some((1, 30)), Some((2, 20))));
         assert!(age(&new) > age(&old));
+        assert_eq!(age(&old.replace("-0000-", "-0001-")), None, "of another start of the job");
         assert_eq!(age("step-00000010"), None);
     }
 }
