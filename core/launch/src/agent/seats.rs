@@ -539,3 +539,6 @@ impl Store for TermStore {
         self.store.failure()
     }
 }
+
+#[cfg(test)]
+mod tests;
