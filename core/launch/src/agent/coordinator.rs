@@ -1,68 +1,36 @@
 //! The coordinator: chooses the agents of each attempt and decides what follows its end. Runs on a
 //! thread of an agent that hosts a seat of the rendezvous.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::VecDeque;
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::board::{keys, read, write};
 use super::generation::{self, Changes, Refusal};
-use super::options::{AgentOptions, Nodes};
+use super::members::Members;
+use super::options::AgentOptions;
 use super::plan::{Attempt, Cause, End, Generation, Losses, Member, Node, Over, Stop, nodes};
 use super::seats::{Decision, Seats, TermStore};
 use super::stores;
 use crate::Result;
 use crate::link::{AgentLink, GoingOn};
 use fulgurite_error::{counted, print_message};
-use fulgurite_store::{JobKey, Store};
+use fulgurite_store::JobKey;
 
 const POLL: Duration = Duration::from_millis(100);
 /// Time that agents have to report the end of their ranks, beyond the ranks' own time to end.
 const ENDING: Duration = Duration::from_secs(30);
-/// Time without a heartbeat after which an agent loses its node rank to a newly joined one: several
-/// heartbeats.
-const YIELDS: Duration = Duration::from_secs(5);
-
 /// Number of the last generations whose stores stay open.
 const KEPT_STORES: usize = 3;
 /// How long a new agent must be there before an elastic job takes it in.
 const SETTLED: Duration = Duration::from_secs(1);
-/// How often a host may be lost in an elastic job that still takes it in again.
-const MAX_HOST_LOSSES: u64 = 3;
 
-/// An agent that has joined.
-struct Known {
-    member: Member,
-    /// Its place in the order of joining.
-    order: usize,
-    since: Instant,
-    /// Its last heartbeat, and when it was received; `None` if it is the lost coordinator's.
-    beat: u64,
-    heard: Option<Instant>,
-    refused: bool,
-    /// Whether an elastic job goes on without its ranks, of which one was lost too often.
-    left_out: bool,
-}
-
-/// An agent whose node rank is held by another agent, which may be gone.
-struct Contender {
-    member: Member,
-    /// The agent that holds the node rank, and its heartbeat when this agent joined.
-    rival: u64,
-    beats: u64,
-}
-
-pub(super) struct Coordinator {
+struct Coordinator {
     seats: Arc<Seats>,
     store: TermStore,
     options: AgentOptions,
-    agents: BTreeMap<u64, Known>,
-    /// The comers that are admitted, or refused.
-    admitted: BTreeSet<u64>,
-    contenders: BTreeMap<u64, Contender>,
-    /// How often an elastic job has lost each host.
-    lost_hosts: BTreeMap<String, u64>,
+    members: Members,
     /// This agent, and its host.
     own: (u64, String),
     /// This host's address, and the job's secret.
@@ -88,12 +56,9 @@ pub(super) fn coordinate(
     let Some((store, before)) = seats.win()? else { return Ok(()) };
     let mut coordinator = Coordinator {
         seats,
+        members: Members::new(store.clone(), options.clone()),
         store,
         options,
-        agents: BTreeMap::new(),
-        admitted: BTreeSet::new(),
-        contenders: BTreeMap::new(),
-        lost_hosts: BTreeMap::new(),
         own,
         address: address.parse().unwrap_or(Ipv4Addr::LOCALHOST.into()),
         secret: secret.to_owned(),
@@ -107,18 +72,11 @@ pub(super) fn coordinate(
 impl Coordinator {
     /// Goes on in the place of a coordinator that is lost.
     fn take_over(&mut self, before: Decision) -> (Attempt, Vec<u64>) {
-        let (lost, host) = &before.coordinator;
+        let (_, host) = &before.coordinator;
         print_message(&format!(
             "warning: the agent that coordinated the job, on {host}, is lost. This agent coordinates it now"
         ));
-        let now = Instant::now();
-        for (order, (agent, member, left_out)) in before.agents.iter().enumerate() {
-            let heard = (agent != lost).then_some(now);
-            let (member, left_out, refused) = (member.clone(), *left_out, false);
-            let known = Known { member, order, since: now, beat: 0, heard, refused, left_out };
-            self.agents.insert(*agent, known);
-        }
-        self.lost_hosts.clone_from(&before.lost_hosts);
+        self.members.take_over(&before);
         self.lost_coordinator = before.attempt.generation.as_ref().map(|_| host.clone());
         let attempt = (before.attempt.clone(), before.restarts.clone());
         self.decided = Some(before);
@@ -210,16 +168,11 @@ impl Coordinator {
 
     /// Decides on an attempt, before any agent hears of it.
     fn decide(&mut self, attempt: &Attempt, restarts: &[u64]) -> Result<()> {
-        let mut agents: Vec<_> = self.agents.iter().filter(|(_, known)| !known.refused).collect();
-        agents.sort_by_key(|(_, known)| known.order);
-        let agents = agents.into_iter();
         let decision = Decision {
             attempt: attempt.clone(),
             restarts: restarts.to_vec(),
-            agents: agents
-                .map(|(agent, known)| (*agent, known.member.clone(), known.left_out))
-                .collect(),
-            lost_hosts: self.lost_hosts.clone(),
+            agents: self.members.listed(),
+            lost_hosts: self.members.lost_hosts().clone(),
             coordinator: self.own.clone(),
             over: None,
         };
@@ -235,121 +188,10 @@ impl Coordinator {
         write(&self.store, keys::OVER, &over)
     }
 
-    /// Records newly joined agents and heartbeats.
+    /// Records what agents have said, as long as this one coordinates the job.
     fn look(&mut self) -> Result<()> {
         self.seats.check()?;
-        let come = self.store.add(keys::AGENTS, 0)?.unsigned_abs();
-        for number in (0..come).filter(|number| !self.admitted.contains(number)).collect::<Vec<_>>()
-        {
-            let Some((agent, member)) = read::<(u64, Member)>(&self.store, &keys::comer(number))
-            else {
-                continue;
-            };
-            let is_done = match self.agents.get_mut(&agent) {
-                // The coordinator before has admitted it.
-                Some(known) => {
-                    known.heard = Some(Instant::now());
-                    true
-                }
-                None => self.admit(agent, member)?,
-            };
-            if is_done {
-                self.admitted.insert(number);
-            }
-        }
-        for (agent, known) in &mut self.agents {
-            if let Some(beat) = read(&self.store, &keys::beat(*agent))
-                && beat != known.beat
-            {
-                (known.beat, known.heard) = (beat, Some(Instant::now()));
-            }
-        }
-        Ok(())
-    }
-
-    /// Admits an agent, refuses it, or lets it wait until the holder of its node rank shows life or
-    /// not. Returns whether it has not to wait.
-    fn admit(&mut self, agent: u64, member: Member) -> Result<bool> {
-        let mut refusal = self.refusal(&member);
-        if let (None, Some(rival)) = (&refusal, self.rival(&member)) {
-            let known = &self.agents[&rival];
-            let contender = self.contenders.entry(agent).or_insert_with(|| Contender {
-                member: member.clone(),
-                rival,
-                beats: known.beat,
-            });
-            // One heartbeat may have been under way.
-            let lives = contender.rival != rival || known.beat > contender.beats + 1;
-            if !lives && known.heard.is_some_and(|heard| heard.elapsed() < YIELDS) {
-                return Ok(false);
-            }
-            let node_rank = contender.member.node_rank.unwrap_or_default();
-            if lives {
-                refusal = Some(format!(
-                    "this agent was told --node-rank {node_rank}, which another one on {} has",
-                    known.member.host
-                ));
-            } else {
-                self.refuse(
-                    rival,
-                    &format!(
-                        "this agent was not heard of for {YIELDS:?}, and another one on {} has come with \
-                         --node-rank {node_rank} in its place",
-                        member.host
-                    ),
-                )?;
-            }
-        }
-        self.contenders.remove(&agent);
-        let (order, now) = (self.agents.len(), Instant::now());
-        let (heard, refused, left_out) = (Some(now), false, false);
-        let known = Known { member, order, since: now, beat: 0, heard, refused, left_out };
-        self.agents.insert(agent, known);
-        if let Some(why) = refusal {
-            self.refuse(agent, &why)?;
-        }
-        Ok(true)
-    }
-
-    fn refuse(&mut self, agent: u64, why: &str) -> Result<()> {
-        if let Some(known) = self.agents.get_mut(&agent) {
-            known.refused = true;
-        }
-        write(&self.store, &keys::refused(agent), &why)
-    }
-
-    /// Returns the reason to refuse an agent, if any.
-    fn refusal(&self, member: &Member) -> Option<String> {
-        let told = Nodes { least: member.nodes.0, most: member.nodes.1 };
-        if told != self.options.nodes {
-            return Some(format!(
-                "this agent was told --nnodes {told}, the one that hosts the rendezvous {}; they must be \
-                 told the same",
-                self.options.nodes
-            ));
-        }
-        let (told, own) = (member.max_restarts, self.options.max_restarts);
-        (told != own).then(|| {
-            format!(
-                "this agent was told --max-restarts {told}, the one that hosts the rendezvous {own}; they must \
-                 be told the same"
-            )
-        })
-    }
-
-    /// The agent with the same node rank that is alive, as far as is known.
-    fn rival(&self, member: &Member) -> Option<u64> {
-        let node_rank = member.node_rank?;
-        let has_it = |known: &Known| {
-            known.member.devices > 0
-                && known.member.node_rank == Some(node_rank)
-                && self.lives(known)
-        };
-        self.agents.iter().find(|(_, known)| has_it(known)).map(|(agent, _)| *agent)
-    }
-
-    fn lives(&self, known: &Known) -> bool {
-        !known.refused && known.heard.is_some_and(|heard| heard.elapsed() < self.options.keep_alive)
+        self.members.look()
     }
 
     /// Returns the agents of the next attempt once there are enough, or the error message after a
@@ -359,7 +201,7 @@ impl Coordinator {
         let (least, most) = (self.options.nodes.least, self.options.nodes.most);
         loop {
             self.look()?;
-            let alive = self.members(|_, known| self.lives(known) && known.member.devices > 0);
+            let alive = self.members.alive();
             if alive.len() >= most {
                 return Ok(Ok(alive));
             }
@@ -398,7 +240,7 @@ impl Coordinator {
             let has_ended: Option<End> = read(&self.store, &keys::end(attempt.number, node.agent));
             may_go_on &= !losses.ends && has_ended.is_none();
             changes.lost.extend(losses.lost);
-            if let Some(silent) = self.silent_for(node.agent) {
+            if let Some(silent) = self.members.silent_for(node.agent) {
                 changes.gone.insert(node.agent, format!("was not heard of for {silent:?}"));
             }
         }
@@ -406,24 +248,8 @@ impl Coordinator {
         may_go_on &= asked.is_none();
         // After a loss all agents that are there are needed at once.
         let settled = if changes.is_loss() { Duration::ZERO } else { SETTLED };
-        let comes = |agent: &u64, known: &Known| {
-            attempt.place(*agent).is_none()
-                && self.lives(known)
-                && known.member.devices > 0
-                && !known.left_out
-                && known.since.elapsed() >= settled
-                && self.lost_hosts.get(&known.member.host).copied().unwrap_or(0) <= MAX_HOST_LOSSES
-        };
-        changes.come = self.members(comes);
+        changes.come = self.members.comers(attempt, settled);
         (changes, may_go_on)
-    }
-
-    /// The agents for which `is_one` is true, in the order of joining.
-    fn members(&self, is_one: impl Fn(&u64, &Known) -> bool) -> Vec<(u64, Member)> {
-        let mut ones: Vec<_> =
-            self.agents.iter().filter(|(agent, known)| is_one(agent, known)).collect();
-        ones.sort_by_key(|(_, known)| known.order);
-        ones.into_iter().map(|(agent, known)| (*agent, known.member.clone())).collect()
     }
 
     /// The failure of a node that was to be taken in, whose ranks have not all come. The job goes
@@ -453,21 +279,12 @@ impl Coordinator {
             })
     }
 
-    /// Returns the time after which an agent counts as lost, if it is.
-    fn silent_for(&self, agent: u64) -> Option<Duration> {
-        let known = self.agents.get(&agent);
-        if known.is_some_and(|known| self.lives(known)) {
-            return None;
-        }
-        let replaced = known.is_some_and(|known| known.refused);
-        Some(if replaced { YIELDS } else { self.options.keep_alive })
-    }
-
     /// Whether this coordinator knows from all agents of an attempt what they told the one before,
     /// unless they are lost. An agent's first heartbeat comes after that.
     fn all_have_told(&self, attempt: &Attempt) -> bool {
-        let has_told = |node: &Node| self.agents.get(&node.agent).is_some_and(|it| it.beat > 0);
-        attempt.nodes.iter().all(|node| has_told(node) || self.silent_for(node.agent).is_some())
+        attempt.nodes.iter().all(|node| {
+            self.members.has_told(node.agent) || self.members.silent_for(node.agent).is_some()
+        })
     }
 
     /// Returns how an elastic job goes on after what has changed.
@@ -478,7 +295,7 @@ impl Coordinator {
             let key = keys::going_on(attempt.number, node.agent);
             match read::<GoingOn>(&self.store, &key) {
                 Some(told) => all_told.push(told),
-                None if self.silent_for(node.agent).is_some() => {}
+                None if self.members.silent_for(node.agent).is_some() => {}
                 None if self.failed_to_come(attempt, node).is_some() => {}
                 None => return Ok(Next::Nothing),
             }
@@ -508,7 +325,7 @@ impl Coordinator {
             }
             // The loss of a node, which is not a rank's end, is noticed below.
             // An agent that has come may be admitted soon.
-            Err(Refusal::TooFew(_)) if !self.contenders.is_empty() => return Ok(Next::Later),
+            Err(Refusal::TooFew(_)) if self.members.is_to_admit() => return Ok(Next::Later),
             Err(_) if changes.lost.is_empty() && !cannot_join => return Ok(Next::Nothing),
             Err(Refusal::TooFew(why)) => format!(", and the job cannot go on: {why}"),
             Err(Refusal::Unchanged | Refusal::Over) => String::new(),
@@ -529,15 +346,15 @@ impl Coordinator {
     ) -> Result<()> {
         for node in before.nodes.iter().filter(|node| next.place(node.agent).is_none()) {
             if let Some(why) = self.failed_to_come(before, node) {
-                self.refuse(node.agent, &format!("the job goes on without this node: {why}"))?;
+                self.members
+                    .refuse(node.agent, &format!("the job goes on without this node: {why}"))?;
                 continue;
             }
-            let Some(known) = self.agents.get_mut(&node.agent) else { continue };
             let mut ranks = node.first_rank..node.first_rank + node.devices;
             if changes.gone.contains_key(&node.agent) {
-                *self.lost_hosts.entry(known.member.host.clone()).or_default() += 1;
+                self.members.note_lost_host(node.agent);
             } else if ranks.any(is_out) {
-                known.left_out = true;
+                self.members.leave_out(node.agent);
             }
         }
         Ok(())
@@ -585,7 +402,7 @@ impl Coordinator {
                     verdict = Some(End::Failed { message, code });
                 }
                 let end: Option<End> = read(&self.store, &keys::end(attempt.number, node.agent));
-                let silent = self.silent_for(node.agent);
+                let silent = self.members.silent_for(node.agent);
                 match (end, &verdict) {
                     (Some(End::Failed { message, code }), None) => {
                         failed_rank = Some(node.first_rank);

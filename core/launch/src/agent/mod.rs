@@ -41,6 +41,7 @@ mod coordinator;
 mod endpoint;
 mod generation;
 mod logs;
+mod members;
 #[cfg(test)]
 mod model;
 mod options;
