@@ -58,7 +58,11 @@ impl<'a> Agents<'a> {
         Self { endpoint: free_endpoints(3), ..self }
     }
 
-    fn job(&self, node_rank: &str) -> Job<'a> {
+    pub(crate) fn meeting_at(self, endpoint: String) -> Self {
+        Self { endpoint, ..self }
+    }
+
+    pub(crate) fn job(&self, node_rank: &str) -> Job<'a> {
         self.with(&["--node-rank", node_rank])
     }
 
@@ -486,7 +490,7 @@ fn the_larger_half_of_a_partition_goes_on() {
     let expected = job.clone().set(&["trainer.devices=3"]).succeed().losses();
     let (first, second) = (hosts.address(0), hosts.address(1));
     let endpoint = format!("{first}:29400,{second}:29401,{second}:29402");
-    let agents = Agents { endpoint, ..Agents::new(job, "1:3", "1") };
+    let agents = Agents::new(job, "1:3", "1").meeting_at(endpoint);
     // The coordinator is alone on the first host.
     let start = |node: usize| {
         let job = agents.job(&node.to_string());

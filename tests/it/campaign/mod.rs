@@ -13,6 +13,7 @@ mod flips;
 mod kills;
 mod limits;
 mod losses;
+mod partitions;
 mod pipelines;
 mod plans;
 mod readers;

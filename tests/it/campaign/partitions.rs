@@ -1,0 +1,77 @@
+//! Cut cables between the hosts of elastic trainings, at random moments. The part with two of the three
+//! seats of the rendezvous goes on, and the other ends.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use super::agents::{assert_nothing_is_left, marked};
+use super::trials::{Trial, trials};
+use crate::elastic_hosts::{Agents, assert_close_to, training};
+use crate::program::{Run, Running, Scratch};
+use crate::two_hosts::Hosts;
+
+/// One agent is on the first host, and two are on the second.
+fn cut_at_random(scratch: &Scratch, trial: &mut Trial, generations: &mut usize) {
+    let Some(hosts) = Hosts::new() else { return };
+    let rng = &mut trial.rng;
+    let alone = rng.usize(..3);
+    let host_of = |agent: usize| usize::from(agent != alone);
+    let strategy = ["ddp", "fsdp"][rng.usize(..2)];
+    let mark = format!("{}-partition-{}", std::process::id(), trial.seed);
+    let job = training(scratch, strategy).set(&[
+        "trainer.max_steps=500",
+        "trainer.global_batch_size=12",
+        "checkpoint.every_n_steps=50",
+        &format!("trainer.default_root_dir=runs-{}", trial.seed),
+    ]);
+    let expected = job.clone().set(&["trainer.devices=3"]).succeed().losses();
+    let replicas = rng.usize(..2);
+    let job = job.set(&[&format!("trainer.elastic.replicas={replicas}")]);
+    // The first agent coordinates the job.
+    let endpoint = |agent: usize| format!("{}:{}", hosts.address(host_of(agent)), 29_400 + agent);
+    let endpoints = [0, 1, 2].map(endpoint).join(",");
+    let agents = Agents::new(job.env("CAMPAIGN_MARK", &mark), "1:3", "1").meeting_at(endpoints);
+    let mark = format!("CAMPAIGN_MARK={mark}");
+    let start =
+        |agent: usize| agents.job(&agent.to_string()).within(hosts.name(host_of(agent))).start();
+    let running = [0, 1, 2].map(start);
+    running[0].until("ranks", |_| (marked(&mark).len() == 3).then_some(()));
+    let wait = Duration::from_millis(rng.u64(..4000));
+    std::thread::sleep(wait);
+    hosts.cut();
+    let runs: Vec<Run> = running.into_iter().map(Running::wait).collect();
+    let what = format!("{strategy}, replicas {replicas}, agent {alone} alone after {wait:?}");
+    let text = || {
+        let said: Vec<String> =
+            runs.iter().map(|run| format!("{}\n{}", run.status, run.stderr)).collect();
+        format!("{what}\n{}", said.join("---\n"))
+    };
+    assert_nothing_is_left(&mark);
+    assert!(runs.iter().all(|run| !run.stderr.contains("panicked")), "{}", text());
+    let (gone, left): (Vec<(usize, &Run)>, Vec<_>) =
+        runs.iter().enumerate().partition(|(agent, _)| *agent == alone);
+    if left.iter().any(|(_, run)| run.code() != Some(0)) {
+        // Some ranks had left the training, or the job was not known to be elastic yet.
+        let ended = runs.iter().any(|run| run.stdout.contains("\"summary\""));
+        let trains = runs.iter().any(|run| run.stdout.contains("{\"event\":\"step\","));
+        assert!(ended || !trains, "{}", text());
+        eprintln!("{what}: ended");
+        return;
+    }
+    let begun: usize = left.iter().map(|(_, run)| run.events_of("generation").len()).sum();
+    assert!(begun == 0 || gone[0].1.code() != Some(0), "{}", text());
+    *generations += begun;
+    eprintln!("{what}: {begun} times");
+    let found: BTreeMap<u64, f64> = runs.iter().flat_map(Run::losses_so_far).collect();
+    let (found, expected): (Vec<_>, Vec<_>) =
+        (found.into_iter().collect(), expected.into_iter().collect());
+    assert_close_to(&found, &expected);
+}
+
+#[test]
+fn random_partitions_have_one_winner() {
+    let mut generations = 0;
+    let scratch = Scratch::with_tokens();
+    trials(1, |trial| cut_at_random(&scratch, trial, &mut generations));
+    eprintln!("{generations} generations");
+}
