@@ -85,7 +85,7 @@ fn random(rng: &mut Rng, len: usize) -> Vec<u8> {
 }
 
 /// Protocol version, and length of a proof.
-const VERSION: u16 = 3;
+const VERSION: u16 = 4;
 const PROOF: usize = 32;
 
 /// Shakes hands with a wrong proof. The server must send only its hello and a refusal.

@@ -139,13 +139,13 @@ impl Meeting {
             }
             if !said && begun.elapsed() >= SILENT {
                 said = true;
-                let left = options.join_timeout.saturating_sub(SILENT).as_secs();
+                let most = options.join_timeout.as_secs();
                 print_message(&match &*options.endpoints {
                     [endpoint] => format!(
-                        "waits for an agent that hosts the rendezvous at {endpoint}, for {left} s at most"
+                        "waits for an agent that hosts the rendezvous at {endpoint}, for {most} s at most"
                     ),
                     _ => format!(
-                        "waits for the agents that host the rendezvous at {endpoints}, for {left} s at most"
+                        "waits for the agents that host the rendezvous at {endpoints}, for {most} s at most"
                     ),
                 });
             }
