@@ -513,7 +513,7 @@ fn the_larger_half_of_a_partition_goes_on() {
 fn a_node_that_cannot_join_is_refused() {
     let scratch = Scratch::with_tokens();
     let job =
-        training(&scratch, "ddp").set(&["trainer.max_steps=1500", "trainer.global_batch_size=64"]);
+        training(&scratch, "ddp").set(&["trainer.max_steps=800", "trainer.global_batch_size=64"]);
     let agents = Agents::new(job, "1:2", "1");
     let first = agents.start("0");
     first.reach(20);
@@ -525,7 +525,7 @@ fn a_node_that_cannot_join_is_refused() {
     let sizes: Vec<Value> =
         gone_on(&runs).iter().map(|event| event["world_size"].clone()).collect();
     assert_eq!(sizes.last(), Some(&1.into()));
-    assert_eq!(losses(&runs).len(), 1500);
+    assert_eq!(losses(&runs).len(), 800);
 }
 
 #[test]
