@@ -417,11 +417,11 @@ fn coordinators_are_replaced_one_after_another() {
     let scratch = Scratch::with_tokens();
     // Slow steps: new processes must start before the end.
     let job = training(&scratch, "ddp").set(&[
-        "trainer.max_steps=3000",
-        "trainer.global_batch_size=12",
+        "trainer.max_steps=2000",
+        "trainer.global_batch_size=24",
         "trainer.elastic.max_restarts=0",
     ]);
-    let expected = job.clone().set(&["trainer.devices=3"]).succeed().losses();
+    let expected = job.clone().set(&["trainer.devices=1"]).succeed().losses();
     let agents = Agents::new(job, "1:3", "1").with_three_seats();
     let mut running: Vec<Running> = Vec::new();
     // In the order of the endpoints: each hosts the first one that is free.
@@ -459,8 +459,8 @@ fn coordinators_are_replaced_one_after_another() {
 #[test]
 fn a_coordinator_without_ranks_is_replaced() {
     let scratch = Scratch::with_tokens();
-    let job = training(&scratch, "ddp").set(&["trainer.max_steps=5000"]);
-    let expected = undisturbed(&job);
+    let job = training(&scratch, "ddp").set(&["trainer.max_steps=4000"]);
+    let expected = job.clone().set(&["trainer.devices=1"]).succeed().losses();
     let agents = Agents::new(job, "2", "2").with_three_seats();
     let coordinator = agents.coordinator().start();
     coordinator.until("its start", |this| this.said("may coordinate").then_some(()));
@@ -477,7 +477,7 @@ fn a_coordinator_without_ranks_is_replaced() {
     let runs = running.map(Running::wait);
     let generations = gone_on(&runs);
     assert_eq!(generations[1]["world_size"], 4, "all ranks are kept");
-    assert_eq!(losses(&runs), expected);
+    assert_close_to(&losses(&runs), &expected.into_iter().collect::<Vec<_>>());
     let said = format!("{}{}", runs[0].stderr, runs[1].stderr);
     assert!(said.contains("the agent that coordinated the job, on"), "{said}");
 }
