@@ -241,7 +241,7 @@ fn strangers_are_refused() {
     insta::assert_snapshot!(refusal(port, identity(0, 3), LONG), @"launch: rank 0, store at 127.0.0.1:PORT: it refuses this process: it serves 2 ranks, this process expects 3: all ranks must be started with the same WORLD_SIZE");
     insta::assert_snapshot!(refusal(port, identity(1, 2), LONG), @"launch: rank 1, store at 127.0.0.1:PORT: it refuses this process: another process is or was rank 1: every process of a job needs a RANK of its own");
     insta::assert_snapshot!(refusal(port, identity(2, 2), LONG), @"launch: rank 2, store at 127.0.0.1:PORT: it refuses this process: rank 2 is not below the world size 2");
-    insta::assert_snapshot!(HandshakeError::Version(2).describe(), @"it speaks version 2 of the store's protocol, this process version 3: all ranks must run the same build of the program");
+    insta::assert_snapshot!(HandshakeError::Version(2).describe(), @"it speaks version 2 of the store's protocol, this process version 4: all ranks must run the same build of the program");
 
     let mut browser = TcpStream::connect(server.address()).unwrap();
     browser.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
