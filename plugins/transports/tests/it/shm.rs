@@ -127,11 +127,13 @@ fn mapped_memories() -> usize {
     maps.lines().filter(|line| line.contains("memfd:fulgurite-tensors")).count()
 }
 
-/// Files in `/dev/shm` that look like this crate's. It should make none.
+/// Files in `/dev/shm` that look like this crate's. It should make none. The directories of elastic
+/// jobs belong to their agents.
 fn files_left() -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir("/dev/shm") else { return vec![] };
     let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
-    paths.filter(|path| path.to_string_lossy().contains("fulgurite")).collect()
+    let is_own = |name: &str| name.contains("fulgurite") && !name.contains("fulgurite-elastic-");
+    paths.filter(|path| is_own(&path.to_string_lossy())).collect()
 }
 
 // checklist: torchtune: _broadcast_tensor
