@@ -44,8 +44,8 @@ pub(crate) struct Run {
     /// This node's place among the nodes; by default in the order in which they come
     #[arg(long, alias = "node_rank", value_name = "R")]
     node_rank: Option<usize>,
-    /// Where the nodes' agents meet: an address of one of the hosts, and a free port there; or of
-    /// three or five hosts, separated by commas, of which fewer than half may be lost
+    /// Where the nodes' agents meet: an address of one of the hosts, and a free port there. With
+    /// three or five, separated by commas, fewer than half of these hosts may be lost
     #[arg(long, alias = "rdzv_endpoint", value_name = "HOST[:PORT]", value_delimiter = ',')]
     rdzv_endpoint: Vec<Endpoint>,
     /// As `--rdzv-endpoint`, in two parts; the port is 29500 by default

@@ -122,9 +122,9 @@ impl Membership {
         }
     }
 
-    /// Waits up to `within` for the failure of the job. Under an agent, its message comes first,
-    /// and the loss of the job's store is not a failure: the ranks go on until their agent invites
-    /// them to a generation with another store.
+    /// Waits up to `within` for the failure of the job. Under an agent, its message comes first.
+    /// The loss of the job's store alone is not a failure then: the ranks go on until their agent
+    /// invites them to a generation with another store.
     fn wait_for_failure(&self, within: Duration) -> Option<(usize, String)> {
         let Some(to) = &self.link.agent else { return self.client.wait_for_failure(within) };
         if let Some(told) = to.client().failure() {

@@ -485,6 +485,8 @@ fn wrong_input_is_named() {
     For more information, try '--help'.
     ");
     assert_snapshot!(error(&["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:9", "--node-rank", "2"]), @"error: launch: --node-rank is 2; of 2 nodes the ranks are 0 to 1");
+    assert_snapshot!(error(&["--nnodes", "2", "--rdzv-endpoint", "a,b"]), @"error: launch: --rdzv-endpoint names 2 hosts; it should be one, or an odd number of them such as 3: the job goes on while more than half of them are there, and of 2 the loss of either would end it");
+    assert_snapshot!(error(&["--nnodes", "2", "--rdzv-endpoint", "a,b,a:29400"]), @"error: launch: --rdzv-endpoint names a:29400 twice");
     let mut keyless = agent(&["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:9"], "true");
     assert_snapshot!(stderr(&keyless.env_remove("FULGURITE_JOB_KEY").output().unwrap()), @"error: launch: agents of several nodes need a secret, so that strangers cannot join the job, read it or end it: set FULGURITE_JOB_KEY, the same on all nodes, to what `openssl rand -hex 16` gives, or name a file with it by --job-key-file");
     let mut missing = Command::new(env!("CARGO_BIN_EXE_fulgurite"));
@@ -509,6 +511,27 @@ fn wrong_input_is_named() {
     assert_snapshot!(error(&taken_by_another).replace(&at, "HERE"), @"error: launch: the rendezvous at HERE cannot be joined: store at HERE: no store answered within 1s (something listens there but does not answer). The agent on that host hosts it: check that it runs, and that other hosts may reach the port. It cannot be hosted here either: Address already in use (os error 98)");
     let alone = Command::new(env!("CARGO_BIN_EXE_fulgurite")).args(["run"]).output().unwrap();
     assert!(stderr(&alone).contains("required arguments were not provided"), "{}", stderr(&alone));
+}
+
+#[test]
+fn agents_with_other_endpoints_are_refused() {
+    let [first, second, third] = [(); 3].map(|()| endpoint());
+    let start = |endpoints: &[&String]| {
+        let endpoints: Vec<&str> = endpoints.iter().map(|one| one.as_str()).collect();
+        let endpoints = endpoints.join(",");
+        let args = ["--nnodes", "2", "--join-timeout-secs", "20", "--rdzv-endpoint", &endpoints];
+        agent(&args, "true").spawn().unwrap()
+    };
+    let mut one = start(&[&first, &second, &third]);
+    until("its seat", || TcpStream::connect(&first).is_ok());
+    for others in [&[&second, &first, &third][..], &[&first]] {
+        let refused = wait(vec![start(others)]);
+        let said = stderr(&refused[0]);
+        assert!(said.contains("they must be told the same, in the same order"), "{said}");
+        assert!(said.contains(&format!("the others {first},{second},{third}")), "{said}");
+    }
+    one.kill().unwrap();
+    one.wait().unwrap();
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! Cut cables between the hosts of elastic trainings, at random moments. The part with two of the three
-//! seats of the rendezvous goes on, and the other ends.
+//! Cut cables between the hosts of elastic trainings, at random moments. The part with two of the
+//! three seats of the rendezvous goes on, and the other ends.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -10,16 +10,17 @@ use crate::elastic_hosts::{Agents, assert_close_to, training};
 use crate::program::{Run, Running, Scratch};
 use crate::two_hosts::Hosts;
 
-/// One agent is on the first host, and two are on the second.
-fn cut_at_random(scratch: &Scratch, trial: &mut Trial, generations: &mut usize) {
-    let Some(hosts) = Hosts::new() else { return };
+/// One agent is on the first host, and two are on the second. Returns the number of generations
+/// after the cut; `None` without network namespaces.
+fn cut_at_random(scratch: &Scratch, trial: &mut Trial) -> Option<usize> {
+    let hosts = Hosts::new()?;
     let rng = &mut trial.rng;
     let alone = rng.usize(..3);
     let host_of = |agent: usize| usize::from(agent != alone);
     let strategy = ["ddp", "fsdp"][rng.usize(..2)];
     let mark = format!("{}-partition-{}", std::process::id(), trial.seed);
     let job = training(scratch, strategy).set(&[
-        "trainer.max_steps=500",
+        "trainer.max_steps=1500",
         "trainer.global_batch_size=12",
         "checkpoint.every_n_steps=50",
         &format!("trainer.default_root_dir=runs-{}", trial.seed),
@@ -27,7 +28,7 @@ fn cut_at_random(scratch: &Scratch, trial: &mut Trial, generations: &mut usize) 
     let expected = job.clone().set(&["trainer.devices=3"]).succeed().losses();
     let replicas = rng.usize(..2);
     let job = job.set(&[&format!("trainer.elastic.replicas={replicas}")]);
-    // The first agent coordinates the job.
+    // An agent at the first endpoint coordinates the job.
     let endpoint = |agent: usize| format!("{}:{}", hosts.address(host_of(agent)), 29_400 + agent);
     let endpoints = [0, 1, 2].map(endpoint).join(",");
     let agents = Agents::new(job.env("CAMPAIGN_MARK", &mark), "1:3", "1").meeting_at(endpoints);
@@ -36,7 +37,7 @@ fn cut_at_random(scratch: &Scratch, trial: &mut Trial, generations: &mut usize) 
         |agent: usize| agents.job(&agent.to_string()).within(hosts.name(host_of(agent))).start();
     let running = [0, 1, 2].map(start);
     running[0].until("ranks", |_| (marked(&mark).len() == 3).then_some(()));
-    let wait = Duration::from_millis(rng.u64(..4000));
+    let wait = Duration::from_millis(rng.u64(..2000));
     std::thread::sleep(wait);
     hosts.cut();
     let runs: Vec<Run> = running.into_iter().map(Running::wait).collect();
@@ -56,22 +57,22 @@ fn cut_at_random(scratch: &Scratch, trial: &mut Trial, generations: &mut usize) 
         let trains = runs.iter().any(|run| run.stdout.contains("{\"event\":\"step\","));
         assert!(ended || !trains, "{}", text());
         eprintln!("{what}: ended");
-        return;
+        return Some(0);
     }
     let begun: usize = left.iter().map(|(_, run)| run.events_of("generation").len()).sum();
     assert!(begun == 0 || gone[0].1.code() != Some(0), "{}", text());
-    *generations += begun;
     eprintln!("{what}: {begun} times");
     let found: BTreeMap<u64, f64> = runs.iter().flat_map(Run::losses_so_far).collect();
     let (found, expected): (Vec<_>, Vec<_>) =
         (found.into_iter().collect(), expected.into_iter().collect());
     assert_close_to(&found, &expected);
+    Some(begun)
 }
 
 #[test]
 fn random_partitions_have_one_winner() {
-    let mut generations = 0;
+    let mut generations = None;
     let scratch = Scratch::with_tokens();
-    trials(1, |trial| cut_at_random(&scratch, trial, &mut generations));
-    eprintln!("{generations} generations");
+    trials(1, |trial| generations = generations.max(cut_at_random(&scratch, trial)));
+    assert_ne!(generations, Some(0), "no cable was cut in time");
 }

@@ -14,8 +14,8 @@ use crate::signals::{self, Starting};
 use crate::{Error, Result};
 use fulgurite_error::{advice, print_message};
 use fulgurite_store::{
-    ClientIdentity, ClientOptions, JobKey, LocalStore, LostRankPolicy, StoreHost, StoreServer,
-    TcpStore,
+    ClientIdentity, ClientOptions, JobKey, LocalStore, LostRankPolicy, Store, StoreHost,
+    StoreServer, TcpStore,
 };
 
 /// The agents' rendezvous, and this host's address.
@@ -79,10 +79,12 @@ impl Meeting {
         })?;
         let connections = options.endpoints.iter().map(|endpoint| {
             let (endpoint, key) = (endpoint.clone(), key.clone());
-            let first_timeout = options.join_timeout;
+            let (all, first_timeout) = (listed(&options.endpoints), options.join_timeout);
             let connect: Connect = Box::new(move |first| {
                 let timeout = if first { first_timeout } else { CONNECT_TIMEOUT };
-                Ok(Arc::new(connect(&endpoint, &key, timeout)?))
+                let store = connect(&endpoint, &key, timeout)?;
+                check_endpoints(&store, &all)?;
+                Ok(Arc::new(store))
             });
             connect
         });
@@ -93,8 +95,8 @@ impl Meeting {
     /// Waits until the job has a coordinator.
     ///
     /// # Errors
-    /// If it has none in time, because too few seats can be reached; [`Error::Interrupted`] if this
-    /// agent is asked to end.
+    /// If too few seats are reached in time, or a seat refuses this agent; [`Error::Interrupted`]
+    /// if this agent is asked to end.
     pub(super) fn wait_for_coordinator(&self, options: &AgentOptions) -> Result<()> {
         let _starting = Starting::new();
         let (begun, mut said) = (Instant::now(), false);
@@ -220,6 +222,24 @@ fn host(
         }
     }
     Ok((None, why))
+}
+
+/// The key of a seat's store for the endpoints that its agents were told.
+const ENDPOINTS: &str = "endpoints";
+
+/// Checks that this agent was told the same endpoints as the others. Their order numbers the seats.
+/// A single endpoint may have several names.
+fn check_endpoints(store: &dyn Store, own: &str) -> Result<()> {
+    store.compare_set(ENDPOINTS, None, own.as_bytes())?;
+    let others = store.get(ENDPOINTS, Duration::ZERO)?;
+    let others = String::from_utf8_lossy(&others);
+    if others == own || !(own.contains(',') || others.contains(',')) {
+        return Ok(());
+    }
+    Err(Error::Launch(format!(
+        "this agent was told --rdzv-endpoint {own}, the others {others}; they must be told the same, in the same \
+         order"
+    )))
 }
 
 /// Connects to a seat's store under a number that no other agent has.

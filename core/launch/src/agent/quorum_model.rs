@@ -235,15 +235,6 @@ fn no_coordinator_loses_a_decision() {
 }
 
 #[test]
-#[ignore = "takes minutes"]
-fn larger_worlds_lose_no_decision() {
-    let found = explore(World::new(3, 1, 1), Fault::None);
-    let (worlds, longest) = found.unwrap_or_else(|why| panic!("{why}"));
-    eprintln!("{worlds} worlds");
-    assert_eq!(longest, 1);
-}
-
-#[test]
 fn planted_faults_are_found() {
     for fault in [
         Fault::Forgets,

@@ -135,8 +135,8 @@ impl Seats {
         Some((term, self.store_of(term)?))
     }
 
-    /// Returns the agents' store of a coordinator, as long as its seat is reached. It stays readable
-    /// at the end of the job, when the other seats are gone.
+    /// Returns the agents' store of a coordinator, as long as its seat is reached. At the end of
+    /// the job it stays readable when the other seats are gone.
     pub(super) fn store_of(&self, term: u64) -> Option<TermStore> {
         let state = self.shared.lock();
         let store = state.seats[state.seat_of(term)].store.clone()?;

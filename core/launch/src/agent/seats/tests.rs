@@ -47,7 +47,7 @@ impl Store for Cable {
 }
 
 /// The present store of each seat.
-type Stores = [Arc<Mutex<Arc<LocalStore>>>; 3];
+type Stores = [Arc<Mutex<Arc<LocalStore>>>];
 
 /// An agent, and its cables to the seats.
 struct Agent {
@@ -98,13 +98,13 @@ impl Agent {
     }
 }
 
-fn stores() -> Stores {
-    [(); 3].map(|()| Arc::default())
+fn stores<const COUNT: usize>() -> [Arc<Mutex<Arc<LocalStore>>>; COUNT] {
+    [(); COUNT].map(|()| Arc::default())
 }
 
 #[test]
 fn a_cut_off_coordinator_decides_nothing() {
-    let stores = stores();
+    let stores = stores::<3>();
     let [first, second, third] = [0, 1, 2].map(|own| Agent::new(&stores, own));
     assert_eq!(first.win(), None);
     first.decide(1).unwrap();
@@ -127,7 +127,7 @@ fn a_cut_off_coordinator_decides_nothing() {
 
 #[test]
 fn a_seat_that_returns_counts_again() {
-    let stores = stores();
+    let stores = stores::<3>();
     let [first, second, third] = [0, 1, 2].map(|own| Agent::new(&stores, own));
     assert_eq!(first.win(), None);
     first.decide(1).unwrap();
@@ -159,4 +159,24 @@ fn a_seat_that_returns_counts_again() {
         agent.set_cut(1, true);
     }
     assert_eq!(returned.win(), Some(2));
+}
+
+#[test]
+fn two_of_five_seats_may_be_lost() {
+    let stores = stores::<5>();
+    let agents = [0, 1, 2, 3, 4].map(|own| Agent::new(&stores, own));
+    assert_eq!(agents[0].win(), None);
+    agents[0].decide(1).unwrap();
+    for lost in [0, 3] {
+        agents[lost].seats.end();
+        for other in [1, 2, 4] {
+            agents[other].set_cut(lost, true);
+        }
+    }
+    assert_eq!(agents[1].win(), Some(1));
+    agents[1].decide(2).unwrap();
+    for seat in [2, 4] {
+        agents[1].set_cut(seat, true);
+    }
+    assert!(agents[1].decide(3).is_err(), "one seat is left");
 }

@@ -236,7 +236,7 @@ fn load_from_memory(
     source: &ResumeSource,
     state: Option<&MemoryState>,
 ) -> Result<()> {
-    let Some(state) = state else { return Ok(()) };
+    let state = state.ok_or_else(|| Error::other("no state is in the hosts' memory"))?;
     let reader = state.open(&**session.setup.fabric.world())?;
     match load(session, source, Some(reader.io())) {
         Ok(_) => reader.end(),
