@@ -115,6 +115,22 @@ mod tests {
     }
 
     proptest! {
+        /// Without hosts of which no two follow each other, the files of all ranks are left.
+        #[test]
+        fn hosts_apart_may_be_lost(
+            ids in prop::collection::vec(0_usize..6, 1..14),
+            lost in prop::collection::btree_set(0_usize..6, 1..4),
+        ) {
+            let hosts = hosts(&ids);
+            let next = |host: usize| (host + 1) % hosts.count();
+            prop_assume!(lost.iter().all(|host| *host < hosts.count()));
+            prop_assume!(lost.iter().all(|host| !lost.contains(&next(*host))));
+            for rank in 0..ids.len() {
+                let is_left = |host: usize| !lost.contains(&host) && hosts.files_on(host).contains(&rank);
+                prop_assert!((0..hosts.count()).any(is_left));
+            }
+        }
+
         /// Without any one host, the files of all ranks are left.
         #[test]
         fn any_host_may_be_lost(ids in prop::collection::vec(0_usize..5, 1..12)) {
