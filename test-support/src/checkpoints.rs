@@ -1,7 +1,9 @@
 //! A small model on any mesh, and its expected values.
 
+use std::net::Ipv4Addr;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_checkpoint_local::LocalDirectory;
@@ -11,16 +13,41 @@ use fulgurite_core::checkpoint::{
     CheckpointIO, FORMAT_VERSION, SaveMeta, ShardTensor, model_tensors, optimizer_tensors, save,
     shard_specs,
 };
-use fulgurite_core::collective::ProcessGroup;
+use fulgurite_core::collective::{GroupContext, ProcessGroup, ProcessGroupConfig as _};
+use fulgurite_core::launch::LocalStore;
 use fulgurite_core::module::{ModuleBuilder, ModuleInit, ModuleTree};
 use fulgurite_core::optim::StateTensor;
 use fulgurite_core::parameter::{Init, LocalShard};
 use fulgurite_core::shard::{Cut, Placement, Region};
-use fulgurite_transports::run_ranks;
+use fulgurite_transports::{Tcp, run_ranks};
 
 /// Runs `f` on `n` ranks and returns their results.
 pub fn ranks<T: Send>(n: usize, f: impl Fn(&dyn ProcessGroup) -> T + Sync) -> Vec<T> {
     run_ranks(n, |group| Ok(f(&*group))).expect("no rank panics")
+}
+
+/// As [`ranks`], over connections. There a rank may return from a collective before the others, so
+/// that a barrier that is missing shows.
+pub fn ranks_over_tcp<T: Send>(n: usize, f: impl Fn(&dyn ProcessGroup) -> T + Sync) -> Vec<T> {
+    let store = Arc::new(LocalStore::new());
+    let run = |rank| {
+        let context = GroupContext {
+            rank,
+            world_size: n,
+            local_rank: 0,
+            local_world_size: 1,
+            node_rank: rank,
+            address: Some(Ipv4Addr::LOCALHOST.into()),
+            store: store.clone(),
+            timeout: Duration::from_secs(60),
+        };
+        f(&*Tcp::default().build(&context).expect("ranks connect"))
+    };
+    std::thread::scope(|scope| {
+        let run = &run;
+        let ranks: Vec<_> = (0..n).map(|rank| scope.spawn(move || run(rank))).collect();
+        ranks.into_iter().map(|rank| rank.join().expect("no rank panics")).collect()
+    })
 }
 
 /// Sizes of `data_parallel_replicate`, `data_parallel_shard`, `tensor_parallel`.

@@ -54,8 +54,11 @@ impl Drop for JobMemory {
 
 fn make(path: PathBuf) -> std::io::Result<(PathBuf, File)> {
     std::fs::DirBuilder::new().mode(0o700).create(&path)?;
-    let lock = File::create(path.join(LOCK))?;
+    // The file is locked before others see it: an unlocked one belongs to an ended supervisor.
+    let unseen = path.join("locking");
+    let lock = File::create(&unseen)?;
     flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
+    std::fs::rename(unseen, path.join(LOCK))?;
     Ok((path, lock))
 }
 

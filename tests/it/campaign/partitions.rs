@@ -36,7 +36,8 @@ fn cut_at_random(scratch: &Scratch, trial: &mut Trial) -> Option<usize> {
     let start =
         |agent: usize| agents.job(&agent.to_string()).within(hosts.name(host_of(agent))).start();
     let running = [0, 1, 2].map(start);
-    running[0].until("ranks", |_| (marked(&mark).len() == 3).then_some(()));
+    let ranks = || marked(&mark).iter().filter(|(_, rank)| rank.is_some()).count();
+    running[0].until("ranks", |_| (ranks() == 3).then_some(()));
     let wait = Duration::from_millis(rng.u64(..2000));
     std::thread::sleep(wait);
     hosts.cut();

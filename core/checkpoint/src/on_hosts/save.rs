@@ -89,7 +89,8 @@ impl Save<'_> {
             _ => Ok(None),
         };
         let written = agreed(group, written)?;
-        let exchanged = self.exchange(&written)?;
+        // All ranks of a host write files there, of which its first rank then looks for all.
+        agreed(group, self.exchange(&written)?)?;
         let mut manifest = Err(String::new());
         if let (true, Some(request)) = (group.rank() == first, request) {
             let parts: Vec<Written> = written.iter().flatten().cloned().collect();
@@ -112,7 +113,7 @@ impl Save<'_> {
             check_visible(io, staged, &found, |file| files.contains(&file))?;
             io.save(&path, manifest.as_bytes())
         };
-        agreed(group, exchanged.and_then(|()| self.on_leader(staged_manifest))).map(drop)
+        agreed(group, self.on_leader(staged_manifest)).map(drop)
     }
 
     /// Makes the checkpoint appear on all hosts, and then removes all others.

@@ -13,7 +13,7 @@ use fulgurite_core::checkpoint::{
 use fulgurite_core::collective::{Counter, ProcessGroup, all_gather_object};
 use fulgurite_core::{Error, Result};
 use fulgurite_test_support::checkpoints::{
-    Mesh, bytes, io, meta, model, ranks, states, tensors, values,
+    Mesh, bytes, io, meta, model, ranks, ranks_over_tcp, states, tensors, values,
 };
 use fulgurite_transports::run_ranks;
 use tempfile::TempDir;
@@ -231,6 +231,24 @@ fn failure_on_one_host_keeps_the_last_copy() {
     }
     save_all(&memories, ids, 8);
     assert_eq!(['a', 'b'].map(|host| memories.names(host)), [["copy-8"]; 2]);
+}
+
+#[test]
+fn save_waits_for_slow_ranks() {
+    let (memories, ids) = (Memories::new(), "aabb");
+    // The second rank of a host writes files of the other host after the first one is done.
+    for (on, file) in [(1, "shard-00004"), (3, "shard-00002")] {
+        let slow = |group: &dyn ProcessGroup| {
+            let inner = memories.io(ids, group.rank());
+            let late = Failing { inner: inner.clone(), what: "late", path: file };
+            let io = if group.rank() == on { Arc::new(late) } else { inner };
+            save(&memories, ids, group, 7, Some(io))
+        };
+        for saved in ranks_over_tcp(ids.len(), slow) {
+            saved.unwrap();
+        }
+        load_all(&memories, ids, 7);
+    }
 }
 
 /// As after the loss of a host between the commits of two others.

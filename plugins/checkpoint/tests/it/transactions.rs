@@ -110,7 +110,7 @@ fn overwriting_replaces_the_whole_checkpoint() {
 #[derive(Debug)]
 pub(crate) struct Failing {
     pub(crate) inner: Arc<dyn CheckpointIO>,
-    /// `create`, `write`, `finish`, `commit`, `die`.
+    /// `create`, `write`, `finish`, `commit`, `die`; or `late`, which creates files late.
     pub(crate) what: &'static str,
     /// Part of the path of the failing call.
     pub(crate) path: &'static str,
@@ -164,6 +164,9 @@ impl CheckpointIO for Failing {
     fn create(&self, path: &str) -> Result<Box<dyn CheckpointWriter>> {
         if self.fails("create", path) {
             return Err(Error::io("creating", self.location(path))(Failing::error()));
+        }
+        if self.fails("late", path) {
+            std::thread::sleep(std::time::Duration::from_millis(200));
         }
         Ok(Box::new(FailingWriter {
             inner: self.inner.create(path)?,
