@@ -11,7 +11,7 @@ use rustix::process::{Signal, kill_process};
 use serde_json::Value;
 use toml::Table;
 
-use crate::program::{Job, Run, Running, Scratch, assert_close};
+use crate::program::{Job, Run, Running, Scratch, assert_close, can_mount};
 
 const STEPS: u64 = 60;
 
@@ -108,6 +108,35 @@ fn lost_shards_come_from_their_copies() {
         assert_eq!(run.losses(), expected);
         left_nothing(&scratch, supervisor);
     }
+}
+
+#[test]
+fn full_memory_leaves_an_older_copy() {
+    if !can_mount() {
+        return;
+    }
+    let scratch = Scratch::with_tokens();
+    let job = undisturbed(&scratch, "fsdp", 2).set(&["trainer.max_steps=400"]);
+    let expected = job.succeed().losses();
+    let running = job
+        .set(&["trainer.elastic.replicas=1"])
+        .mounting(
+            "mount -t tmpfs -o size=32m none /dev/shm; \
+             (until [ -e fill ]; do sleep 0.02; done; head -c 32M /dev/zero > /dev/shm/fill) & \"$@\"",
+        )
+        .start();
+    running.reach(10);
+    scratch.file("fill", "");
+    running.until("a failed copy", |this| this.said("no copy of the state was made").then_some(()));
+    running.reach_next();
+    strike(&running, 1, Signal::KILL);
+    let run = running.wait();
+    assert_eq!(run.code(), Some(0), "{}{}", run.stdout, run.stderr);
+    assert!(run.stderr.contains("No space left on device"), "{}", run.stderr);
+    let generation = &run.events_of("generation")[0];
+    assert_eq!(generation["from"], "the copies in the host's memory");
+    assert!(generation["repeated_steps"].as_u64().unwrap() >= 2, "{generation}");
+    assert_eq!(run.losses(), expected);
 }
 
 #[test]

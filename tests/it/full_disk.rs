@@ -71,6 +71,37 @@ fn full_disk_keeps_earlier_saves() {
 }
 
 #[test]
+fn run_goes_on_until_the_disk_has_space() {
+    if !can_mount() {
+        return;
+    }
+    for (strategy, background) in [("fsdp", false), ("fsdp", true), (FULL, false)] {
+        let scratch = Scratch::with_tokens();
+        fs::create_dir(scratch.path().join("kept")).unwrap();
+        let background = format!("checkpoint.async_save={background}");
+        let keys = ["checkpoint.max_failed_saves=1000", "checkpoint.keep_last=2", &background];
+        let running = saving(&scratch, strategy)
+            .set(&keys)
+            .set(&["trainer.max_steps=300"])
+            .mounting(
+                "mount -t tmpfs -o size=1m none kept; head -c 1M /dev/zero > kept/fill; \
+                 (until [ -e make-space ]; do sleep 0.02; done; rm kept/fill) & \
+                 code=0; \"$@\" || code=$?; cp -r kept copy; exit $code",
+            )
+            .start();
+        running.until("a failed save", |this| (this.count_of("save_failed") > 0).then_some(()));
+        scratch.file("make-space", "");
+        let run = running.wait();
+        assert_eq!(run.code(), Some(0), "{}", run.stderr);
+        assert!(run.stderr.contains("no checkpoint was saved: writing"), "{}", run.stderr);
+        assert!(run.stderr.contains("No space left on device"), "{}", run.stderr);
+        let copy = scratch.path().join("copy");
+        assert_eq!(newest(&copy), 300);
+        assert_eq!(fs::read_dir(&copy).unwrap().count(), 3, "two checkpoints and `last`");
+    }
+}
+
+#[test]
 fn read_only_place_keeps_earlier_saves() {
     if !can_mount() {
         return;

@@ -18,7 +18,7 @@ use tempfile::TempDir;
 
 /// Time limit of a run, after which its whole process tree is killed and the test fails. It is far
 /// above any run's time, and far below the timeout of a collective.
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(180);
 const LOOK: Duration = Duration::from_millis(5);
 
 /// Variables that would make the program believe that a launcher started it as a rank.
@@ -496,6 +496,13 @@ impl Running {
     /// Number of steps reported so far.
     pub fn steps(&self) -> usize {
         self.count_of("step")
+    }
+
+    /// The last step reported so far.
+    pub fn last_step(&self) -> Option<u64> {
+        let out = fs::read_to_string(&self.stdout).unwrap();
+        let (_, last) = out.rsplit_once("{\"event\":\"step\",\"step\":")?;
+        last.split_once(',')?.0.parse().ok()
     }
 
     /// Whether stderr has this text so far.

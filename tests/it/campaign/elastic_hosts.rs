@@ -1,5 +1,5 @@
 //! Elastic trainings under `fulgurite run`: ranks and nodes lost at random moments, and nodes that
-//! come back.
+//! come back; a few times, or until the last steps.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -7,11 +7,10 @@ use std::time::Duration;
 use rustix::process::{Signal, kill_process};
 
 use super::agents::{assert_nothing_is_left, marked};
+use super::losses::Tally;
 use super::trials::{Trial, trials};
 use crate::elastic_hosts::{Agents, assert_close_to, losses, training};
 use crate::program::{Run, Running, Scratch};
-
-const STEPS: u64 = 500;
 
 /// Which agents may coordinate a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,10 +38,41 @@ enum Strike {
     Interrupt(usize),
 }
 
-/// Strikes a job at random, one to three times. It goes on to its end, with the losses of an
-/// undisturbed run.
-fn strike_at_random(scratch: &Scratch, trial: &mut Trial, generations: &mut usize) {
-    let rng = &mut trial.rng;
+impl Strike {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Rank(_, Signal::STOP) => "frozen ranks",
+            Self::Rank(..) => "killed ranks",
+            Self::Node(_) => "killed nodes",
+            Self::Coordinator => "killed coordinators without ranks",
+            Self::Return => "returns",
+            Self::Interrupt(_) => "interruptions",
+        }
+    }
+}
+
+/// How often a job is struck.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Strikes {
+    /// One to three times.
+    Few,
+    /// Until the last steps.
+    Storm,
+}
+
+impl Strikes {
+    fn steps(self) -> u64 {
+        match self {
+            Self::Few => 500,
+            Self::Storm => 1500,
+        }
+    }
+}
+
+/// Strikes a job at random. It goes on to its end, with the losses of an undisturbed run.
+fn strike_at_random(scratch: &Scratch, trial: &mut Trial, strikes: Strikes, tally: &mut Tally) {
+    let (rng, is_storm) = (&mut trial.rng, strikes == Strikes::Storm);
+    let steps = strikes.steps();
     let (nodes, devices) = [(2, 1), (2, 2), (3, 1)][rng.usize(..3)];
     let world_size = nodes * devices;
     let strategy = match rng.usize(..3) {
@@ -52,9 +82,14 @@ fn strike_at_random(scratch: &Scratch, trial: &mut Trial, generations: &mut usiz
     };
     let mark = format!("{}-elastic-{}", std::process::id(), trial.seed);
     let job = training(scratch, strategy).set(&[
-        &format!("trainer.max_steps={STEPS}"),
+        &format!("trainer.max_steps={steps}"),
         "trainer.global_batch_size=24",
         &format!("trainer.default_root_dir=runs-{}", trial.seed),
+        if is_storm {
+            "trainer.elastic.max_restarts=1000"
+        } else {
+            "trainer.elastic.max_restarts=3"
+        },
     ]);
     let job = match rng.bool() {
         true => job.set(&[
@@ -101,13 +136,21 @@ fn strike_at_random(scratch: &Scratch, trial: &mut Trial, generations: &mut usiz
             .until("ranks", |_| (!marked(&mark).is_empty()).then_some(()));
     }
     let (mut struck, mut killed, mut lost_node) = (Vec::new(), Vec::new(), None);
-    let strikes = rng.usize(1..4);
-    let interrupts = rng.u32(..4) == 0;
-    for at in 0..strikes + usize::from(interrupts) {
+    let strikes = if is_storm { usize::MAX } else { rng.usize(1..4) };
+    let interrupts = !is_storm && rng.u32(..4) == 0;
+    if is_storm {
+        // Before the first steps a loss ends the job.
+        running[0].as_ref().expect("it is there").reach(1);
+    }
+    for at in 0..strikes.saturating_add(usize::from(interrupts)) {
         // During the change that the strike before has caused.
         let wait =
             Duration::from_millis(if at == strikes { rng.u64(..400) } else { rng.u64(10..1500) });
         std::thread::sleep(wait);
+        let last = running.iter().flatten().filter_map(Running::last_step).max();
+        if is_storm && last.is_some_and(|step| step + 200 > steps) {
+            break;
+        }
         let one_is_lost = lost_node.is_some() || has_own && coordinator.is_none();
         let strike = match (rng.usize(..4), one_is_lost) {
             _ if at == strikes => {
@@ -156,11 +199,15 @@ fn strike_at_random(scratch: &Scratch, trial: &mut Trial, generations: &mut usiz
                 }
             }
         }
+        tally.count(strike.name());
         struck.push((wait, strike));
     }
+    let strikes = format!("{} strikes: {struck:?}", struck.len());
     let what =
-        format!("{strategy} on {nodes} x {devices}, {replicas}, {coordinators:?}: {struck:?}");
-    eprintln!("{what}");
+        format!("{strategy} on {nodes} x {devices}, {replicas}, {coordinators:?}, {strikes}");
+    if !is_storm {
+        eprintln!("{what}");
+    }
     let mut running = running.into_iter().flatten();
     let mut runs = Vec::new();
     let mut code = None;
@@ -187,7 +234,7 @@ fn strike_at_random(scratch: &Scratch, trial: &mut Trial, generations: &mut usiz
         eprintln!("{what}, ended with {code:?}");
         return;
     }
-    if code != Some(0) {
+    if code != Some(0) && !is_storm {
         // A rank that is lost after another has left ends the job. So does one that is lost before
         // its agent knows that the job is elastic.
         let ended = all().any(|run| run.stdout.contains("\"summary\""))
@@ -196,12 +243,11 @@ fn strike_at_random(scratch: &Scratch, trial: &mut Trial, generations: &mut usiz
         assert!(ended || !trains, "{}", text());
         return;
     }
-    let begun: usize = runs.iter().map(|run| run.events_of("generation").len()).sum();
-    *generations += begun;
-    eprintln!("{what}, {begun} times");
+    assert_eq!(code, Some(0), "{}", text());
+    eprintln!("{what}, {} times", tally.add(all()));
     let mut found: BTreeMap<u64, f64> = killed.iter().flat_map(Run::losses_so_far).collect();
     found.extend(losses(&runs));
-    assert_eq!(found.len() as u64, STEPS, "{}", text());
+    assert_eq!(found.len() as u64, steps, "{}", text());
     assert_close_to(&found.into_iter().collect::<Vec<_>>(), &expected);
 }
 
@@ -218,8 +264,15 @@ fn result(agent: Running) -> Option<Run> {
 
 #[test]
 fn random_losses_of_ranks_and_nodes() {
-    let mut generations = 0;
-    let scratch = Scratch::with_tokens();
-    trials(4, |trial| strike_at_random(&scratch, trial, &mut generations));
-    assert!(generations > 0, "no trial lost a rank in time");
+    let (scratch, mut tally) = (Scratch::with_tokens(), Tally::default());
+    trials(4, |trial| strike_at_random(&scratch, trial, Strikes::Few, &mut tally));
+    tally.assert_gone_on();
+}
+
+#[test]
+#[ignore = "takes a minute or more a trial"]
+fn storms_of_losses_of_ranks_and_nodes() {
+    let (scratch, mut tally) = (Scratch::with_tokens(), Tally::default());
+    trials(1, |trial| strike_at_random(&scratch, trial, Strikes::Storm, &mut tally));
+    tally.assert_gone_on();
 }

@@ -35,6 +35,10 @@ fulgurite_config::config_struct! {
         /// Number of checkpoints that are kept as the best by `monitor`: `-1` is all, `0` none. The
         /// newest checkpoint and the one that the run resumed from are always kept.
         pub save_top_k: Option<i64> = None,
+        /// How many saves in a row may fail, for example on a full disk, before the run ends. The
+        /// run goes on with the checkpoints that it has. A run whose last save has failed ends with
+        /// that error.
+        pub max_failed_saves: u64 = 0,
         /// The metric that ranks checkpoints, such as `"val_loss"`.
         pub monitor: Option<String> = None,
         /// Whether a smaller or a larger value of `monitor` is better.

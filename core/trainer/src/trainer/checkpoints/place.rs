@@ -26,12 +26,29 @@ pub(crate) struct Saving {
     names: BTreeSet<String>,
     /// The step of the last checkpoint that was saved, or is about to be.
     saved: Option<u64>,
+    /// What the last save has replaced, until it is known to be complete.
+    before: Option<Before>,
+    failed: Failed,
     /// Whether a checkpoint has had a score.
     has_scored: bool,
     warned: bool,
     warned_of_steps: bool,
     is_torn_down: bool,
     goes_on: bool,
+}
+
+/// What is kept without a save that may fail.
+struct Before {
+    retention: Retention,
+    names: BTreeSet<String>,
+    saved: Option<u64>,
+}
+
+/// Saves in a row that failed.
+#[derive(Default)]
+struct Failed {
+    count: u64,
+    last: Option<Error>,
 }
 
 /// Tears the location down after a run that failed during its setup.
@@ -65,6 +82,8 @@ impl Saving {
             retention,
             names: BTreeSet::new(),
             saved: None,
+            before: None,
+            failed: Failed::default(),
             has_scored: false,
             warned: false,
             warned_of_steps: false,
@@ -216,6 +235,38 @@ impl Saving {
                 validated && keeps_best && self.config.monitor.is_some()
             }
         }
+    }
+
+    /// Begins a save. The one before is [complete](Self::complete) or has [failed](Self::fail).
+    pub(crate) fn begin(&mut self) {
+        let Self { retention, names, saved, .. } = &*self;
+        self.before =
+            Some(Before { retention: retention.clone(), names: names.clone(), saved: *saved });
+    }
+
+    /// Ends a save whose checkpoint was committed.
+    pub(crate) fn complete(&mut self) {
+        self.before = None;
+        self.failed = Failed::default();
+    }
+
+    /// Whether the run goes on after another failed save.
+    pub(crate) fn may_fail(&self) -> bool {
+        self.failed.count < self.config.max_failed_saves
+    }
+
+    /// Ends a save that failed, after which the run goes on. Returns how many have failed in a row.
+    pub(crate) fn fail(&mut self, error: Error) -> u64 {
+        if let Some(Before { retention, names, saved }) = self.before.take() {
+            (self.retention, self.names, self.saved) = (retention, names, saved);
+        }
+        self.failed = Failed { count: self.failed.count + 1, last: Some(error) };
+        self.failed.count
+    }
+
+    /// Returns the error of the last save, if it failed.
+    pub(crate) fn take_failure(&mut self) -> Option<Error> {
+        self.failed.last.take()
     }
 
     /// Adds the checkpoint `name` of `step` to the kept checkpoints.

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use super::kept::place_in_replica;
 use super::states::{copy_name, hosts, open, place_with_room, places};
 use crate::fabric::OptimizerState;
+use crate::trainer::saving::failed::is_of_place;
 use crate::trainer::saving::save::{held_state, whole_state};
 use crate::trainer::session::{Session, SessionSetup};
 use crate::{Error, Result};
@@ -117,9 +118,23 @@ pub(crate) fn copy_if_due(session: &mut Session) -> Result<()> {
         return Ok(());
     }
     let request = whole_state(session, &copy_name(step))?;
-    let Some(copies) = &mut session.copies else { return Ok(()) };
+    let Session { copies: Some(copies), setup, .. } = session else { return Ok(()) };
     copies.last = Some(step);
-    if copies.saver.start(request)?.is_some() {
+    let made = match copies.saver.wait() {
+        Ok(made) => made,
+        // The hosts still have the copy before.
+        Err(error) if is_of_place(&**setup.fabric.world(), &error) => {
+            if setup.rank() == 0 {
+                tracing::warn!(
+                    "no copy of the state was made: {error}. After a loss the run would go on from an older state"
+                );
+            }
+            None
+        }
+        Err(error) => return Err(error),
+    };
+    copies.saver.start(request)?;
+    if made.is_some() {
         // All hosts have a copy in their new place.
         for place in copies.elsewhere.drain(..).filter(|place| place.is_dir()) {
             if let Err(error) = std::fs::remove_dir_all(&place) {

@@ -13,7 +13,7 @@ use crate::trainer::fit::train_step::StepEnd;
 use crate::trainer::module::context::StepParts;
 use crate::trainer::module::hooks::Hook;
 use crate::trainer::record::meter::micros_since_epoch;
-use crate::trainer::saving::save::{finish_saving, save, save_as_requested};
+use crate::trainer::saving::save::{end_saving, finish_saving, save, save_as_requested};
 use crate::trainer::session::Session;
 use fulgurite_engine::optim::WeightAverage;
 use fulgurite_launch::Interruption;
@@ -150,7 +150,7 @@ impl Session {
         self.hook(Hook::TrainEnd)?;
         // Requests from before an interrupted validation, and from the last hooks.
         save_as_requested(self)?;
-        finish_saving(self)?;
+        end_saving(self)?;
         Ok(end)
     }
 
@@ -268,6 +268,6 @@ impl Session {
             self.setup.fabric.checkpoints().save_adapter(self.setup.run_dir.join("adapter"))?;
         }
         // The machine may be taken soon, so the save is waited for at once.
-        if end == FitEnd::Finished { Ok(()) } else { finish_saving(self) }
+        if end == FitEnd::Finished { Ok(()) } else { end_saving(self) }
     }
 }

@@ -150,6 +150,13 @@ pub enum Event {
         #[serde(default, deserialize_with = "number")]
         blocked_s: f64,
     },
+    /// A checkpoint could not be saved, and the run goes on (`checkpoint.max_failed_saves`).
+    SaveFailed {
+        /// The step after which the failure was seen. A background save was of an earlier step.
+        step: u64,
+        /// The error's message.
+        error: String,
+    },
     /// The run's profile, with `trainer.profiler`. Comes before the summary.
     Profile(Profile),
     /// The run has ended.
@@ -233,6 +240,7 @@ impl Event {
             | Self::Generation { .. }
             | Self::Profile(_)
             | Self::Checkpoint { .. }
+            | Self::SaveFailed { .. }
             | Self::Summary { .. } => return None,
         };
         let mut scalars = logged.clone();

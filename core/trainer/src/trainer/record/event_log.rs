@@ -52,6 +52,7 @@ impl EventSink for EventLog {
             | Event::Resume { .. }
             | Event::Generation { .. }
             | Event::Checkpoint { .. }
+            | Event::SaveFailed { .. }
             | Event::Table { .. }
             | Event::Profile(_)
             | Event::Summary { .. } => self.write(event),

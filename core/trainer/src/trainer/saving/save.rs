@@ -1,6 +1,5 @@
 //! Saving checkpoints in a run.
 
-use std::io::ErrorKind;
 use std::time::Instant;
 
 use crate::fabric::{Fabric, OptimizerState};
@@ -10,6 +9,7 @@ use crate::trainer::checkpoints::trainer_state::{GoesOn, TrainerState};
 use crate::trainer::module::hooks::Hook;
 use crate::trainer::module::runner::ModuleRunner;
 use crate::trainer::record::log_table::SavedStates;
+use crate::trainer::saving::failed::{is_of_place, unwritable};
 use crate::trainer::session::Session;
 use crate::trainer::{Event, SaveRequest};
 use crate::{Error, Result};
@@ -34,8 +34,10 @@ struct Write {
 /// Saves in the background if configured, unless `blocking`.
 pub(crate) fn save(session: &mut Session, blocking: bool) -> Result<()> {
     session.read_pending_step()?;
+    finish_saving(session)?;
     let (step, rank) = (session.progress.step(), session.setup.rank());
     let name = checkpoint::step_name(step);
+    session.saving.begin();
     let (kept, remove) = session.saving.keep(step, &name, &session.recorder, rank)?;
     write(session, Write { name, kept, remove, weights_only: false, blocking })
 }
@@ -60,6 +62,8 @@ pub(crate) fn save_as_requested(session: &mut Session) -> Result<()> {
         }
         // This step's checkpoint may be saved already.
         if name != step_name || !session.saving.has_saved(session.progress.step()) {
+            finish_saving(session)?;
+            session.saving.begin();
             let kept = session.saving.kept();
             write(session, Write { name, kept, remove, weights_only, blocking: false })?;
         }
@@ -92,7 +96,8 @@ pub(crate) fn save_on_exception(session: &mut Session) {
     let kept = saving.kept();
     let name = request.name.unwrap_or_else(|| checkpoint::step_name(step));
     let SaveRequest { weights_only, remove, .. } = request;
-    if let Err(error) = write(session, Write { name, kept, remove, weights_only, blocking: true }) {
+    let write = Write { name, kept, remove, weights_only, blocking: true };
+    if let Err(error) = finish_saving(session).and_then(|()| self::write(session, write)) {
         tracing::error!("saving after the error failed: {error}");
     }
 }
@@ -106,7 +111,7 @@ fn is_between_updates(session: &Session) -> bool {
         && optimizers.all(|(_, o)| o.steps() == done && !o.is_updating())
 }
 
-/// Writes a checkpoint of the present step. Collective.
+/// Writes a checkpoint of the present step, or begins to write it in the background. Collective.
 fn write(session: &mut Session, write: Write) -> Result<()> {
     // Checkpoints have the weights of evaluations, and the optimizer's state those of training.
     let was_training = session.set_training(false)?;
@@ -114,7 +119,7 @@ fn write(session: &mut Session, write: Write) -> Result<()> {
     if was_training {
         session.set_training(true)?;
     }
-    written.map_err(|error| unwritable(error, session.progress.step()))
+    settle(session, written?)
 }
 
 /// The module's own state. Under a pipeline the state in the last stage, where steps end.
@@ -127,13 +132,11 @@ fn module_state(runner: &mut dyn ModuleRunner, fabric: &Fabric) -> Result<SavedS
     }
 }
 
-fn try_to_write(session: &mut Session, write: Write) -> Result<()> {
+/// Returns the checkpoint or the save's error; `None` for one that is written in the background.
+fn try_to_write(session: &mut Session, write: Write) -> Result<Result<Option<SavedCheckpoint>>> {
     let _phase = session.setup.fabric.measurements().phase("checkpoint");
     let Write { name, kept, mut remove, weights_only, blocking } = write;
     let start = Instant::now();
-    if blocking {
-        finish_saving(session)?;
-    }
     let (step, rank) = (session.progress.step(), session.setup.rank());
     let epoch_metrics = gather_epoch_states(session)?;
     session.saving.take_name(&name, &mut remove, rank)?;
@@ -148,16 +151,17 @@ fn try_to_write(session: &mut Session, write: Write) -> Result<()> {
         let mut request = fabric.checkpoints().save_request(&name, optimizer, &state, config)?;
         (request.update_last, request.remove) = (!weights_only, remove);
         if let (Some(background), false) = (saving.background(), blocking) {
-            let earlier = background.start(request)?;
-            return report_saved(session, earlier);
+            return Ok(background.start(request));
         }
-        request.run(&*io, world)?
+        request.run(&*io, world)
     } else {
-        let path = fabric.checkpoints().save_full(&io, &name, optimizer, &state, config)?;
-        checkpoint::after_commit(&*io, world, &name, !weights_only, &remove)?;
-        path
+        let path = fabric.checkpoints().save_full(&io, &name, optimizer, &state, config);
+        path.and_then(|path| {
+            checkpoint::after_commit(&*io, world, &name, !weights_only, &remove)?;
+            Ok(path)
+        })
     };
-    report_saved(session, Some(SavedCheckpoint { step, path, blocked: start.elapsed() }))
+    Ok(path.map(|path| Some(SavedCheckpoint { step, path, blocked: start.elapsed() })))
 }
 
 /// Returns the values of all ranks in the present epoch; empty if no rank has any. Collective.
@@ -251,53 +255,54 @@ pub(crate) fn prepare_saving(session: &mut Session) -> Result<()> {
     Ok(())
 }
 
-/// Waits for the running save. Collective.
+/// Waits for the save that is written in the background, if any. Collective.
 pub(crate) fn finish_saving(session: &mut Session) -> Result<()> {
     let _phase = session.setup.fabric.measurements().phase("checkpoint");
-    let step = session.progress.step();
-    let saved = match session.saving.background() {
-        Some(background) => background.wait().map_err(|error| unwritable(error, step))?,
-        None => None,
-    };
-    report_saved(session, saved)
-}
-
-/// Reports a committed checkpoint to sinks and callbacks.
-fn report_saved(session: &mut Session, saved: Option<SavedCheckpoint>) -> Result<()> {
-    let Some(SavedCheckpoint { step, path, blocked }) = saved else { return Ok(()) };
-    let blocked_s = blocked.as_secs_f64();
-    session.emit(&Event::Checkpoint { step, path: path.clone(), blocked_s })?;
-    session.hook(Hook::AfterSaveCheckpoint(&path))
-}
-
-/// Explains an error after which the location of checkpoints can no longer be written.
-fn unwritable(error: Error, step: u64) -> Error {
-    match error {
-        Error::Io { action, path, source }
-            if matches!(
-                source.kind(),
-                ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem
-            ) =>
-        {
-            let message = format!(
-                "{action} it after step {step}: {source}. Nothing can be written there any more, and the checkpoints \
-                 that were saved before are whole: make the place writable, or set another `checkpoint.dir`, and go \
-                 on from the last one with `trainer.ckpt_path`"
-            );
-            Error::checkpoint(path, message)
+    match session.saving.background() {
+        Some(background) => {
+            let saved = background.wait();
+            settle(session, saved)
         }
-        error => error,
+        None => Ok(()),
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+/// Waits for the save that is written in the background, at the end of the run. Collective.
+///
+/// # Errors
+/// Also if the last save has failed and the run went on.
+pub(crate) fn end_saving(session: &mut Session) -> Result<()> {
+    finish_saving(session)?;
+    session.saving.take_failure().map_or(Ok(()), Err)
+}
 
-    #[test]
-    fn location_that_becomes_read_only_is_explained() {
-        let error = |kind: ErrorKind| Error::io("replacing", "kept/last")(kind.into());
-        insta::assert_snapshot!(unwritable(error(ErrorKind::ReadOnlyFilesystem), 5), @"checkpoint kept/last: replacing it after step 5: read-only filesystem or storage medium. Nothing can be written there any more, and the checkpoints that were saved before are whole: make the place writable, or set another `checkpoint.dir`, and go on from the last one with `trainer.ckpt_path`");
-        insta::assert_snapshot!(unwritable(error(ErrorKind::StorageFull), 5), @"replacing kept/last: no storage space");
+/// Reports a committed checkpoint to sinks and callbacks. After an error of the location the run
+/// goes on, unless too many saves have failed. Collective after an error.
+fn settle(session: &mut Session, saved: Result<Option<SavedCheckpoint>>) -> Result<()> {
+    match saved {
+        Ok(None) => Ok(()),
+        Ok(Some(SavedCheckpoint { step, path, blocked })) => {
+            session.saving.complete();
+            let blocked_s = blocked.as_secs_f64();
+            session.emit(&Event::Checkpoint { step, path: path.clone(), blocked_s })?;
+            session.hook(Hook::AfterSaveCheckpoint(&path))
+        }
+        Err(error) => {
+            let step = session.progress.step();
+            let error = unwritable(error, step);
+            if !session.saving.may_fail() || !is_of_place(&**session.setup.fabric.world(), &error) {
+                return Err(error);
+            }
+            let message = error.to_string();
+            let count = session.saving.fail(error);
+            if session.setup.rank() == 0 {
+                let allowed = session.saving.config().max_failed_saves;
+                tracing::warn!(
+                    "no checkpoint was saved: {message}. The run goes on; failed saves in a row: {count} of \
+                     {allowed} allowed"
+                );
+            }
+            session.emit(&Event::SaveFailed { step, error: message })
+        }
     }
 }

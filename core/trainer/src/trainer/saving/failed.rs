@@ -1,0 +1,48 @@
+//! Saves that fail at their place, such as on a full disk.
+
+use std::io::ErrorKind;
+
+use crate::Error;
+use fulgurite_engine::collective::{ProcessGroup, all_gather_object};
+
+/// Returns whether a save has failed on all ranks because of its place, so that training can go on.
+/// Collective: an error of a save reaches all ranks.
+pub(crate) fn is_of_place(world: &dyn ProcessGroup, error: &Error) -> bool {
+    let here =
+        matches!(error, Error::Io { .. } | Error::Checkpoint { .. } | Error::PeerFailed { .. });
+    // A rank that is lost fails this too.
+    let all = all_gather_object(world, &here).unwrap_or_default();
+    here && all.len() == world.size() && all.into_iter().all(|here| here)
+}
+
+/// Explains an error after which the location of checkpoints can no longer be written.
+pub(super) fn unwritable(error: Error, step: u64) -> Error {
+    match error {
+        Error::Io { action, path, source }
+            if matches!(
+                source.kind(),
+                ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem
+            ) =>
+        {
+            let message = format!(
+                "{action} it after step {step}: {source}. Nothing can be written there any more, and the checkpoints \
+                 that were saved before are whole: make the place writable, or set another `checkpoint.dir`, and go \
+                 on from the last one with `trainer.ckpt_path`"
+            );
+            Error::checkpoint(path, message)
+        }
+        error => error,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn location_that_becomes_read_only_is_explained() {
+        let error = |kind: ErrorKind| Error::io("replacing", "kept/last")(kind.into());
+        insta::assert_snapshot!(unwritable(error(ErrorKind::ReadOnlyFilesystem), 5), @"checkpoint kept/last: replacing it after step 5: read-only filesystem or storage medium. Nothing can be written there any more, and the checkpoints that were saved before are whole: make the place writable, or set another `checkpoint.dir`, and go on from the last one with `trainer.ckpt_path`");
+        insta::assert_snapshot!(unwritable(error(ErrorKind::StorageFull), 5), @"replacing kept/last: no storage space");
+    }
+}
