@@ -111,6 +111,41 @@ fn lost_shards_come_from_their_copies() {
 }
 
 #[test]
+fn copies_take_the_planned_bytes() {
+    let scratch = Scratch::with_tokens();
+    let keys = ["trainer.elastic.replicas=1", "trainer.max_steps=100000"];
+    let job = undisturbed(&scratch, "fsdp", 3).set(&keys);
+    let sets: Vec<&str> =
+        job.assignments("-", "-").into_iter().flat_map(|set| ["--set", set]).collect();
+    let plan = scratch.job(&[&["plan", "--json"], &sets[..]].concat()).succeed();
+    let plan: Value = serde_json::from_str(plan.stdout.lines().last().unwrap()).unwrap();
+    let copies = &plan["copies"];
+    assert_eq!((&copies["every_n_steps"], &copies["sent_bytes"]), (&1.into(), &0.into()));
+    // Two copies and the ranks' buffers.
+    let planned = copies["host_bytes"].as_u64().unwrap() / 3;
+    let running = job.start();
+    let own = format!("fulgurite-elastic-{}-", running.pid().as_raw_nonzero());
+    let written = running.until("a whole copy", |_| {
+        let dirs = fs::read_dir("/dev/shm").unwrap().flatten();
+        let mut dirs = dirs.filter(|dir| dir.file_name().to_string_lossy().starts_with(&own));
+        let states = fs::read_dir(dirs.next()?.path().join("states")).ok()?.flatten();
+        let is_whole = |path: &Path| path.join("manifest.json").is_file();
+        let state = states.map(|state| state.path()).find(|state| is_whole(state))?;
+        let mut bytes = 0;
+        for folder in ["model", "optimizer"] {
+            for file in fs::read_dir(state.join(folder)).ok()?.flatten() {
+                let file = fs::read(file.path()).ok()?;
+                let (header, rest) = file.split_first_chunk()?;
+                bytes += rest.len() as u64 - u64::from_le_bytes(*header);
+            }
+        }
+        // Otherwise its successor may have been removing it meanwhile.
+        is_whole(&state).then_some(bytes)
+    });
+    assert_eq!(written, planned, "without headers");
+}
+
+#[test]
 fn full_memory_leaves_an_older_copy() {
     if !can_mount() {
         return;

@@ -215,6 +215,36 @@ fn thousands_of_ranks_cost_as_much_as_one() {
 }
 
 #[test]
+fn copies_in_memory_are_planned() {
+    let dir = tempfile::tempdir().unwrap();
+    let plan = |strategy: &str, nodes: &str| {
+        let strategy = format!("trainer.strategy={strategy}");
+        let elastic =
+            "trainer.elastic={ enabled = true, replicas = 1, replicate_every_n_steps = 3 }";
+        let more = ["--world", "4", "--nodes", nodes, "--json"];
+        last_object(&fulgurite("plan", dir.path(), &[&strategy, elastic], &more))
+    };
+    let of = |plan: &Value, key: &str| plan["copies"][key].as_u64().unwrap();
+    let here = plan("fsdp", "1");
+    let state = here["outlook"]["checkpoint_bytes"].as_u64().unwrap();
+    assert_eq!(of(&here, "every_n_steps"), 3);
+    // Two copies, and the buffers of all ranks.
+    assert_eq!((of(&here, "sent_bytes"), of(&here, "host_bytes")), (0, 3 * state));
+    for strategy in [
+        "fsdp",
+        "{ type = \"hsdp\", data_parallel_replicate_size = 2 }",
+        "{ type = \"model_parallel\", pipeline_parallel_size = 2 }",
+    ] {
+        let apart = plan(strategy, "2");
+        assert_eq!(of(&apart, "sent_bytes"), state, "{strategy}");
+        // Each host has the other's part too.
+        let most = of(&apart, "host_bytes");
+        assert!(most > 2 * state && most < 3 * state, "{strategy}: {most} of {state}");
+    }
+    assert_eq!(plan("ddp", "2")["copies"], Value::Null, "each rank has everything");
+}
+
+#[test]
 fn uneven_shards_are_classes() {
     let dir = tempfile::tempdir().unwrap();
     let sets = ["trainer.strategy=fsdp", "trainer.devices=3", "model.vocab_size=262"];

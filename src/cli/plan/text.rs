@@ -42,6 +42,13 @@ pub(super) fn of(plan: &RunPlan) -> String {
             Bytes(collective.bytes)
         );
     }
+    if let Some(copies) = &plan.copies {
+        let _ = write!(text, "copies of shards: at most {} on a host", Bytes(copies.host_bytes));
+        if copies.sent_bytes > 0 {
+            let _ = write!(text, ", {} sent between hosts", Bytes(copies.sent_bytes));
+        }
+        let _ = writeln!(text, ", every {}", counted(copies.every_n_steps, "step"));
+    }
     times(&mut text, &plan.outlook);
     text
 }
@@ -140,8 +147,9 @@ fn times(text: &mut String, outlook: &Outlook) {
     if let Some(by_recovery) = outlook.goodput_by_recovery {
         let _ = writeln!(
             text,
-            "  with trainer.elastic {:.1} % from checkpoints, {:.1} % from replicas",
+            "  with trainer.elastic {:.1} % from checkpoints, {:.1} % from copies in memory, {:.1} % from replicas",
             100.0 * by_recovery.going_on,
+            100.0 * by_recovery.from_copies,
             100.0 * by_recovery.with_replicas
         );
     }

@@ -28,10 +28,18 @@ pub(super) fn write<T: Serialize>(store: &dyn Store, key: &str, value: &T) -> Re
     store.set(key, &serde_json::to_vec(value).map_err(Error::other)?)
 }
 
+/// Writes what all agents read.
+pub(super) fn write_for_all<T: Serialize>(store: &dyn Store, key: &str, value: &T) -> Result<()> {
+    write(store, key, value)?;
+    store.add(keys::CHANGES, 1).map(drop)
+}
+
 /// The keys of the agents' store.
 pub(super) mod keys {
     /// How often an agent has come.
     pub(crate) const AGENTS: &str = "agents";
+    /// How often something for all agents was written.
+    pub(crate) const CHANGES: &str = "changes";
     /// The current attempt.
     pub(crate) const ATTEMPT: &str = "attempt";
     /// The end of the job.
@@ -142,6 +150,8 @@ struct State {
 
 struct Said {
     attempt: u64,
+    /// Whether all agents read it, or the coordinator alone.
+    is_for_all: bool,
     key: String,
     value: Vec<u8>,
 }
@@ -170,42 +180,42 @@ impl Board {
 
     /// Publishes the address at which the ranks of an attempt meet.
     pub(super) fn tell_address(&self, attempt: u64, address: (String, u16)) {
-        self.say(attempt, keys::address(attempt), &address);
+        self.say(attempt, true, keys::address(attempt), &address);
     }
 
     /// Publishes that the ranks of an attempt are asked to end.
     pub(super) fn tell_interrupt(&self, attempt: u64, signal: i32) {
-        self.say(attempt, keys::interrupt(attempt), &signal);
+        self.say(attempt, true, keys::interrupt(attempt), &signal);
     }
 
     /// Publishes that the ranks of an attempt must end at once.
     pub(super) fn tell_kill(&self, attempt: u64) {
-        self.say(attempt, keys::kill(attempt), &true);
+        self.say(attempt, true, keys::kill(attempt), &true);
     }
 
     /// Publishes how the job goes on after a loss.
     pub(super) fn tell_going_on(&self, attempt: u64, agent: u64, going_on: GoingOn) {
-        self.say(attempt, keys::going_on(attempt, agent), &going_on);
+        self.say(attempt, false, keys::going_on(attempt, agent), &going_on);
     }
 
     /// Publishes which of this node's ranks are lost.
     pub(super) fn tell_losses(&self, attempt: u64, agent: u64, losses: Losses) {
-        self.say(attempt, keys::losses(attempt, agent), &losses);
+        self.say(attempt, false, keys::losses(attempt, agent), &losses);
     }
 
     /// Publishes the end of this node's first failed rank.
     pub(super) fn tell_failing(&self, attempt: u64, agent: u64, failed: (String, i32)) {
-        self.say(attempt, keys::failing(attempt, agent), &failed);
+        self.say(attempt, false, keys::failing(attempt, agent), &failed);
     }
 
     /// Publishes the end of this node's ranks.
     pub(super) fn tell_end(&self, attempt: u64, agent: u64, end: End) {
-        self.say(attempt, keys::end(attempt, agent), &end);
+        self.say(attempt, false, keys::end(attempt, agent), &end);
     }
 
     /// Confirms that this agent knows about the end of the job. Waits at most `limit`.
     pub(super) fn say_bye(&self, limit: Duration) {
-        self.say(u64::MAX, keys::bye(self.0.agent), &true);
+        self.say(u64::MAX, false, keys::bye(self.0.agent), &true);
         let until = Instant::now() + limit;
         let mut state = self.0.lock();
         while state.untold < state.first + state.said.len() && Instant::now() < until {
@@ -214,7 +224,7 @@ impl Board {
     }
 
     /// Tells something about an attempt.
-    fn say<T: Serialize>(&self, attempt: u64, key: String, value: &T) {
+    fn say<T: Serialize>(&self, attempt: u64, is_for_all: bool, key: String, value: &T) {
         let value = serde_json::to_vec(value).expect("what agents say is JSON");
         let mut state = self.0.lock();
         // No coordinator needs to hear of attempts before the last two again.
@@ -222,7 +232,7 @@ impl Board {
         let old = old.count().min(state.untold - state.first);
         state.said.drain(..old);
         state.first += old;
-        state.said.push(Said { attempt, key, value });
+        state.said.push(Said { attempt, is_for_all, key, value });
         self.0.changed.notify_all();
     }
 }
@@ -271,7 +281,7 @@ impl Shared {
     /// Tells one coordinator everything, and reads what it says, until there is another one.
     fn talk(&self, term: u64) {
         let (mut beats, mut beaten) = (0_u64, None::<Instant>);
-        let mut is_known = false;
+        let (mut is_known, mut last_change) = (false, None);
         loop {
             let state = self.lock();
             if state.ended || state.term != term {
@@ -289,7 +299,7 @@ impl Shared {
                         // A failure shows in the reads below.
                         let _ = write(&store, &keys::beat(self.agent), &beats);
                     }
-                    self.look(&store, term);
+                    self.look(&store, term, &mut last_change);
                 }
             }
             let state = self.lock();
@@ -313,9 +323,12 @@ impl Shared {
         loop {
             let state = self.lock();
             let Some(said) = state.said.get(state.untold - state.first) else { return true };
-            let (number, key, value) = (state.untold, said.key.clone(), said.value.clone());
+            let (number, is_for_all) = (state.untold, said.is_for_all);
+            let (key, value) = (said.key.clone(), said.value.clone());
             drop(state);
-            if store.set(&key, &value).is_err() {
+            if store.set(&key, &value).is_err()
+                || is_for_all && store.add(keys::CHANGES, 1).is_err()
+            {
                 return false;
             }
             let mut state = self.lock();
@@ -327,9 +340,12 @@ impl Shared {
         }
     }
 
-    fn look(&self, store: &TermStore, term: u64) {
-        // Any request tells whether the store answers.
-        if store.add(keys::AGENTS, 0).is_err() {
+    /// Reads what was written for all agents since the `last` change that this thread has read.
+    fn look(&self, store: &TermStore, term: u64, last: &mut Option<i64>) {
+        // This also tells whether the store answers.
+        let Ok(change) = store.add(keys::CHANGES, 0) else { return };
+        if *last == Some(change) {
+            self.lock().heard = Instant::now();
             return;
         }
         let attempt: Option<Attempt> = read(store, keys::ATTEMPT);
@@ -343,6 +359,8 @@ impl Shared {
             refused: read(store, &keys::refused(self.agent)),
             attempt,
         };
+        // After a failed request the store answers no more.
+        *last = store.add(keys::CHANGES, 0).ok().filter(|now| *now == change);
         // A new coordinator has not said anything yet.
         let says = seen.attempt.is_some() || seen.over.is_some() || seen.refused.is_some();
         let mut state = self.lock();

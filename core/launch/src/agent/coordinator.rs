@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::board::{keys, read, write};
+use super::board::{keys, read, write_for_all};
 use super::generation::{self, Changes, Refusal};
 use super::members::Members;
 use super::options::AgentOptions;
@@ -86,7 +86,7 @@ impl Coordinator {
     /// Runs the job's attempts. `begun` is the attempt of a coordinator before, if there was one.
     fn run(&mut self, mut begun: Option<(Attempt, Vec<u64>)>) -> Result<()> {
         if let Some(over) = self.decided.as_ref().and_then(|decided| decided.over.clone()) {
-            return write(&self.store, keys::OVER, &over);
+            return write_for_all(&self.store, keys::OVER, &over);
         }
         // Unique, so that nothing left by an earlier job of the same name is resumed.
         let random =
@@ -155,7 +155,7 @@ impl Coordinator {
                 stores.drain(..stores.len().saturating_sub(KEPT_STORES));
                 self.decide(&attempt, &restarts)?;
             }
-            write(&self.store, keys::ATTEMPT, &attempt)?;
+            write_for_all(&self.store, keys::ATTEMPT, &attempt)?;
             match self.watch(&attempt, &restarts)? {
                 Watched::End(end) => return Ok((attempt.number, end)),
                 Watched::GoesOn(next, next_restarts) => {
@@ -185,7 +185,7 @@ impl Coordinator {
         if let Some(decided) = self.decided.clone() {
             self.seats.decide(Decision { over: Some(over.clone()), ..decided })?;
         }
-        write(&self.store, keys::OVER, &over)
+        write_for_all(&self.store, keys::OVER, &over)
     }
 
     /// Records what agents have said, as long as this one coordinates the job.
@@ -426,7 +426,7 @@ impl Coordinator {
             }
             if let (Some(End::Failed { message, .. }), None) = (&verdict, stopped_at) {
                 let stop = Stop { message: message.clone(), rank: failed_rank, is_done: false };
-                write(&self.store, &keys::stop(attempt.number), &stop)?;
+                write_for_all(&self.store, &keys::stop(attempt.number), &stop)?;
                 stopped_at = Some(Instant::now());
             }
             // Some ranks had reached the end of the training when the others were invited.
@@ -435,7 +435,7 @@ impl Coordinator {
                 let rank = Some(attempt.world_size());
                 let message = "the training has ended without the last generation".to_owned();
                 let stop = Stop { message, rank, is_done };
-                write(&self.store, &keys::stop(attempt.number), &stop)?;
+                write_for_all(&self.store, &keys::stop(attempt.number), &stop)?;
                 stopped_at = Some(Instant::now());
             }
             // Does not wait for a live agent that does not report the end of its ranks.

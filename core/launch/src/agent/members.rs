@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use super::board::{keys, read, write};
+use super::board::{keys, read, write_for_all};
 use super::options::{AgentOptions, Nodes};
 use super::plan::{Attempt, Member};
 use super::seats::{Decision, TermStore};
@@ -165,7 +165,7 @@ impl Members {
         if let Some(known) = self.agents.get_mut(&agent) {
             known.refused = true;
         }
-        write(&self.store, &keys::refused(agent), &why)
+        write_for_all(&self.store, &keys::refused(agent), &why)
     }
 
     /// Returns the reason to refuse an agent, if any.

@@ -92,7 +92,7 @@ impl Copies {
 }
 
 /// The bytes of a copy on each host, given the bytes of each rank's part.
-fn bytes_on_hosts(hosts: &Hosts, parts: &[u64]) -> Vec<u64> {
+pub(crate) fn bytes_on_hosts(hosts: &Hosts, parts: &[u64]) -> Vec<u64> {
     let of_host = |host| hosts.files_on(host).into_iter().map(|rank| parts[rank]).sum();
     (0..hosts.count()).map(of_host).collect()
 }

@@ -9,6 +9,10 @@ pub(super) struct Failures {
     pub(super) per_s: f64,
     /// Seconds of a step.
     pub(super) step_s: f64,
+    /// Seconds between copies of shards in the memory of hosts.
+    pub(super) copies_s: f64,
+    /// Seconds to send a host's part of the state to another host.
+    pub(super) transfer_s: f64,
     /// Seconds to write a checkpoint, and to read one.
     pub(super) checkpoint_s: f64,
     /// Seconds between checkpoints.
@@ -27,14 +31,18 @@ pub struct Goodput {
     pub restart: f64,
     /// The ranks that are left go on from the last checkpoint (`trainer.elastic` with `fsdp`).
     pub going_on: f64,
-    /// They go on from what replicas hold, which is written and read once (`trainer.elastic` with
-    /// `ddp` or `hsdp`). The interrupted step is taken again.
+    /// They go on from copies of shards in the memory of hosts (`trainer.elastic.replicas`). The
+    /// steps since the last copy are taken again.
+    pub from_copies: f64,
+    /// They go on from what replicas hold (`trainer.elastic` with `ddp` or `hsdp`). The interrupted
+    /// step is taken again.
     pub with_replicas: f64,
 }
 
 impl Goodput {
     pub(super) fn of(run: &Failures) -> Self {
-        let Failures { per_s, step_s, checkpoint_s, interval_s, restart_s, going_on_s } = *run;
+        let Failures { per_s, step_s, copies_s, transfer_s, checkpoint_s, .. } = *run;
+        let Failures { interval_s, restart_s, going_on_s, .. } = *run;
         let from_checkpoint =
             |recovery_s| goodput(per_s, interval_s, checkpoint_s, recovery_s + checkpoint_s);
         // Checkpoints are still written.
@@ -42,7 +50,9 @@ impl Goodput {
         Self {
             restart: from_checkpoint(restart_s),
             going_on: from_checkpoint(going_on_s),
-            with_replicas: saving * goodput(per_s, step_s, 0.0, going_on_s + 2.0 * checkpoint_s),
+            from_copies: saving * goodput(per_s, copies_s, 0.0, going_on_s + transfer_s),
+            // What replicas hold is sent to the next host first.
+            with_replicas: saving * goodput(per_s, step_s, 0.0, going_on_s + 2.0 * transfer_s),
         }
     }
 }
@@ -111,12 +121,15 @@ mod tests {
         let run = Failures {
             per_s: 1e-4,
             step_s: 10.0,
+            copies_s: 50.0,
+            transfer_s: 2.0,
             checkpoint_s: 20.0,
             interval_s: 600.0,
             restart_s: 600.0,
             going_on_s: 40.0,
         };
-        let Goodput { restart, going_on, with_replicas } = Goodput::of(&run);
-        assert!(restart < going_on && going_on < with_replicas && with_replicas < 1.0);
+        let Goodput { restart, going_on, from_copies, with_replicas } = Goodput::of(&run);
+        let rising = [restart, going_on, from_copies, with_replicas, 1.0];
+        assert!(rising.is_sorted_by(|a, b| a < b), "{rising:?}");
     }
 }

@@ -10,6 +10,7 @@
 mod brief;
 mod classes;
 mod comparison;
+mod copies;
 mod failures;
 mod hardware;
 mod outlook;
@@ -20,6 +21,7 @@ mod timing;
 pub(crate) use brief::{check_time, open_data};
 pub use comparison::PlanComparison;
 pub(crate) use comparison::Planned;
+pub use copies::PlannedCopies;
 pub use failures::Goodput;
 pub use hardware::{Flops, Hardware, Host, Link};
 pub use outlook::Outlook;

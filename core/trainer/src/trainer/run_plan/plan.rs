@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::classes::{RankClass, rank_classes};
+use super::copies::{PlannedCopies, planned_copies};
 use super::hardware::Hardware;
 use super::outlook::{Facts, Outlook, outlook};
 use super::rank_run::{RankRun, run_rank};
@@ -56,6 +57,8 @@ pub struct RunPlan {
     pub traffic_bytes_per_step: u64,
     /// Calls of these collectives, over all ranks.
     pub calls_per_step: u64,
+    /// Copies of the ranks' shards, if the run makes any. They are not part of `host_bytes`.
+    pub copies: Option<PlannedCopies>,
     /// Seconds of a step on the slowest rank.
     pub step_s: f64,
     /// The collectives of a step.
@@ -198,14 +201,19 @@ impl RunPlan {
         let peak_bytes = ranks.iter().map(|rank| rank.peak_bytes).max().flatten();
         let of_host = |rank: &RankPlan| rank.host_by_kind.values().sum();
         let host_bytes = hardware.host.and(peak_bytes).and(ranks.iter().map(of_host).max());
+        let models = runs.iter().map(|run| &run.model);
+        let copies = planned_copies(&run.trainer, models, ranks_per_host);
+        let copies_of_rank =
+            copies.map_or(0, |copies| copies.host_bytes.div_ceil(ranks_per_host as u64));
         let facts = Facts {
             world_size,
             ranks_per_host,
             flops_per_item: model.flops_per_item,
             items,
             peak_bytes,
-            host_bytes,
-            checkpoint_bytes: model.checkpoint_bytes,
+            host_bytes: host_bytes.map(|bytes| bytes + copies_of_rank),
+            checkpoint_bytes: model.state.all(),
+            steps_per_copy: run.trainer.elastic.replicate_every_n_steps,
             steps: run.trainer.max_steps,
         };
         let recorded: Vec<_> = runs
@@ -227,6 +235,7 @@ impl RunPlan {
             calls_per_step: collectives.iter().map(|collective| collective.calls).sum(),
             collectives,
             ranks,
+            copies,
             step_s: outlook.step_s,
             outlook,
         }))

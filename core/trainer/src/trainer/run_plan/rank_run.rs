@@ -9,6 +9,7 @@ use tracing::dispatcher;
 use tracing::subscriber::NoSubscriber;
 
 use super::brief::{Brief, check_time};
+use super::copies::StateBytes;
 use crate::run::{CountOrFraction, RunConfig};
 use crate::trainer::{Callback, HookContext, Hooks, LightningModule, RunConfigOf, Trainer};
 use crate::{Error, Result};
@@ -20,6 +21,7 @@ use fulgurite_engine::execution::{self, ExecutionContext};
 use fulgurite_engine::memory::{self, Trace, Traced};
 use fulgurite_engine::mesh::DeviceMesh;
 use fulgurite_engine::module::ModuleTree;
+use fulgurite_engine::optim::StateTensor;
 use fulgurite_engine::shard::ShardSpec;
 use fulgurite_engine::strategy::{DryBorders, Loss, ParallelizeFn};
 use fulgurite_launch::on_own_threads;
@@ -79,7 +81,7 @@ pub(super) struct Model {
     /// Items that its losses counted on this rank; 1 on ranks without the last stage.
     pub(super) items: f64,
     /// Bytes of a checkpoint: parameters and the optimizers' state.
-    pub(super) checkpoint_bytes: u64,
+    pub(super) state: StateBytes,
 }
 
 /// The configuration of a dry run: `run` without what saves, validates, or ends early.
@@ -111,6 +113,8 @@ fn dry<M: LightningModule>(run: &RunConfigOf<M>) -> Result<RunConfigOf<M>> {
     trainer.fast_dev_run = crate::run::FastDevRun::Off;
     trainer.log_every_n_steps = 1 << 40;
     trainer.num_sanity_val_steps = 0;
+    // Copies go in the background: see `copies`.
+    trainer.elastic.replicas = 0;
     trainer.limit_val_batches = CountOrFraction::Count(0);
     let checkpoint = &mut run.checkpoint;
     checkpoint.dir = None;
@@ -264,11 +268,11 @@ impl Hooks for Watch {
         model.flops_per_item = tree.flops_per_item();
         for parameter in tree.parameters() {
             model.parameters += parameter.model_elem_count() as u64;
-            let bytes = parameter.elem_count() * parameter.dtype().size_in_bytes();
-            model.checkpoint_bytes += bytes as u64;
             model.trained_parameters +=
                 if parameter.requires_grad() { parameter.elem_count() as u64 } else { 0 };
             let spec = parameter.spec();
+            let bytes_per_element = parameter.dtype().size_in_bytes();
+            model.state.add(parameter.fqn(), spec.clone(), bytes_per_element);
             if !model.specs.contains(&spec) {
                 model.specs.push(spec);
             }
@@ -297,16 +301,25 @@ impl Hooks for Watch {
         memory::mark(&format!("step {}", ctx.step + 1));
         let happenings = self.log.run.take();
         if ctx.step == REPORTED_STEP {
-            let mut bytes = 0;
+            let mut states = Vec::new();
             for (_, optimizer) in ctx.optimizers_mut().into_iter().flat_map(|all| all.iter_mut()) {
-                for state in optimizer.state_tensors()? {
-                    let elements = state.shape.iter().product::<usize>();
-                    bytes += (elements * state.values.dtype().size_in_bytes()) as u64;
-                }
+                states.extend(optimizer.state_tensors()?);
             }
             let mut seen = self.seen();
+            let tree = ctx.fabric().module_tree()?;
+            for StateTensor { fqn, values, shape, .. } in states {
+                let bytes = values.dtype().size_in_bytes();
+                match tree.parameters().iter().find(|parameter| parameter.fqn() == fqn) {
+                    Some(parameter) if parameter.global_shape() == shape => {
+                        seen.model.state.add(&fqn, parameter.spec(), bytes);
+                    }
+                    _ => {
+                        let elements = shape.iter().product::<usize>();
+                        seen.model.state.add_whole((elements * bytes) as u64);
+                    }
+                }
+            }
             seen.happenings = Some(happenings);
-            seen.model.checkpoint_bytes += bytes;
             seen.model.items = ctx.items;
             return Err(Error::other("the dry run is done"));
         }
