@@ -508,9 +508,9 @@ impl Trainer {
         let world = &own_world;
         let is_first = world.rank() == 0;
         let reports = kept.take_reports().filter(|reports| is_first && !reports.sinks.is_empty());
-        let goes_on = reports.is_some();
+        let told = reports.as_ref().and_then(|reports| reports.told);
         let (opened, meter) = match (recovered, reports) {
-            (Some(recovered), Some(Reports { sinks, meter, guard })) => {
+            (Some(recovered), Some(Reports { sinks, meter, guard, .. })) => {
                 (OpenRun { dir: recovered.run.run_dir.clone(), sinks, guard }, meter)
             }
             (recovered, _) => {
@@ -546,7 +546,7 @@ impl Trainer {
         let accumulate = config.accumulate_grad_batches;
         let micro_batches_in_batch = config.micro_batches_in_batch(batch_size)?;
         let recorder =
-            Recorder::new(&config, sinks, (meter, usage), (items, report), guard).going_on(goes_on);
+            Recorder::new(&config, sinks, (meter, usage), (items, report), guard).going_on(told);
         Ok(Session {
             saving,
             setup: SessionSetup {

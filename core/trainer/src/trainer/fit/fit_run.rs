@@ -64,11 +64,14 @@ pub(crate) fn fit(
     }
     if !session.recorder.goes_on() {
         begin_reports(session, max_steps)?;
-        // The rank that was to report it is lost, perhaps before it did.
-        let last = recovered.and_then(|recovered| recovered.last_step.as_ref());
-        if let Some(last) = last.filter(|last| number(last) == session.progress.step()) {
-            session.emit(last)?;
-        }
+    }
+    // The rank that was to report it was lost before, or met a loss in this step.
+    let last = recovered.and_then(|recovered| recovered.last_step.as_ref());
+    let step = session.progress.step();
+    if let Some(last) = last.filter(|last| number(last) == step)
+        && !session.recorder.has_told(step)
+    {
+        session.emit(last)?;
     }
     prepare_saving(session)?;
     session.copies = Copies::new(session)?;
@@ -127,8 +130,9 @@ fn report_generation(
 }
 
 /// Tells the sinks that the run begins.
-fn begin_reports(session: &Session, max_steps: Option<u64>) -> Result<()> {
+fn begin_reports(session: &mut Session, max_steps: Option<u64>) -> Result<()> {
     let SessionSetup { fabric, strategy, run_dir, .. } = &session.setup;
+    let items = session.recorder.items_name();
     session.recorder.begin(|| {
         let world = fabric.world();
         let device = fabric.measurements().device_description();
@@ -137,7 +141,7 @@ fn begin_reports(session: &Session, max_steps: Option<u64>) -> Result<()> {
             summary.on(device.unwrap_or_default())
         });
         let model = ModelSummary::new(fabric.module_tree()?);
-        let (items, run_dir) = (session.recorder.items_name(), Some(run_dir.clone()));
+        let run_dir = Some(run_dir.clone());
         Ok(RunStart { max_steps, items, model, ranks, run_dir })
     })
 }

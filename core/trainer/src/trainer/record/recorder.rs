@@ -33,6 +33,8 @@ pub(crate) struct Recorder {
     has_loggers: bool,
     /// Whether the sinks know of the run from an earlier generation.
     goes_on: bool,
+    /// The last step that the sinks know; `None` before they know that the run begins.
+    told: Option<u64>,
     /// Whether the run is a trial, which keeps nothing (`trainer.fast_dev_run`).
     is_trial: bool,
     metrics: BTreeMap<String, f64>,
@@ -61,6 +63,8 @@ pub(crate) struct Reports {
     pub(crate) sinks: Vec<SharedSink>,
     pub(crate) meter: Meter,
     pub(crate) guard: Option<RunDirGuard>,
+    /// The last step that the sinks know; `None` before they know that the run begins.
+    pub(crate) told: Option<u64>,
 }
 
 /// A finished step that is not reported yet.
@@ -99,6 +103,7 @@ impl Recorder {
             items_name,
             has_loggers: !config.loggers.is_empty(),
             goes_on: false,
+            told: None,
             is_trial: config.fast_dev_run.batches().is_some(),
             metrics: BTreeMap::new(),
             metric_steps: BTreeMap::new(),
@@ -112,9 +117,14 @@ impl Recorder {
         }
     }
 
-    /// Sets whether the sinks know of the run from an earlier generation.
-    pub(crate) fn going_on(self, goes_on: bool) -> Self {
-        Self { goes_on, ..self }
+    /// Sets the last step that the sinks know from an earlier generation, if they know of the run.
+    pub(crate) fn going_on(self, told: Option<u64>) -> Self {
+        Self { goes_on: told.is_some(), told, ..self }
+    }
+
+    /// Whether the sinks know this step, or a later one.
+    pub(crate) fn has_told(&self, step: u64) -> bool {
+        self.told.is_some_and(|told| told >= step)
     }
 
     /// Returns whether the sinks know of the run from an earlier generation.
@@ -133,6 +143,9 @@ impl Recorder {
         let is_logged = self.has_loggers && event.is_logged();
         if is_logged || matches!(event, Event::Step { .. } | Event::Checkpoint { .. }) {
             self.keep_run_dir();
+        }
+        if let Event::Step { step, .. } = event {
+            self.told = Some(*step);
         }
         self.sinks.iter().try_for_each(|sink| sink.lock().event(event))
     }
@@ -154,7 +167,8 @@ impl Recorder {
     }
 
     /// Tells the sinks that the run begins. `start` is called only if there are sinks.
-    pub(crate) fn begin(&self, start: impl FnOnce() -> Result<RunStart>) -> Result<()> {
+    pub(crate) fn begin(&mut self, start: impl FnOnce() -> Result<RunStart>) -> Result<()> {
+        self.told = Some(self.told.unwrap_or(0));
         if self.sinks.is_empty() {
             return Ok(());
         }
@@ -418,7 +432,7 @@ impl Recorder {
     pub(crate) fn hand_over(&mut self) -> Reports {
         let sinks = std::mem::take(&mut self.sinks);
         let meter = std::mem::replace(&mut self.meter, Meter::new(0.0));
-        Reports { sinks, meter, guard: self.guard.take() }
+        Reports { sinks, meter, guard: self.guard.take(), told: self.told }
     }
 
     /// Restores the values of a checkpoint's epoch.
@@ -516,5 +530,27 @@ impl Deref for Metrics<'_> {
 impl std::fmt::Debug for Metrics<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         self.known.fmt(f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use fulgurite_engine::collective::TrafficMeter;
+
+    fn recorder() -> Recorder {
+        let measured = (Meter::new(0.0), Usage::new(TrafficMeter::default(), 0));
+        Recorder::new(&TrainerConfig::default(), Vec::new(), measured, ("items", None), None)
+    }
+
+    #[test]
+    fn next_generation_tells_what_was_not_told() {
+        // A rank was lost before the sinks knew of the run.
+        let told = recorder().hand_over().told;
+        assert!(!recorder().going_on(told).goes_on());
+        let mut begun = recorder();
+        begun.begin(|| panic!("there are no sinks")).unwrap();
+        let next = recorder().going_on(begun.hand_over().told);
+        assert!(next.goes_on() && next.has_told(0) && !next.has_told(1));
     }
 }
