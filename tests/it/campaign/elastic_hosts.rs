@@ -7,7 +7,7 @@ use std::time::Duration;
 use rustix::process::{Signal, kill_process};
 
 use super::agents::{assert_nothing_is_left, marked};
-use super::losses::Tally;
+use super::losses::{SOON, Tally};
 use super::trials::{Trial, trials};
 use crate::elastic_hosts::{Agents, assert_close_to, losses, training};
 use crate::program::{Run, Running, Scratch};
@@ -166,6 +166,9 @@ fn strike_at_random(scratch: &Scratch, trial: &mut Trial, strikes: Strikes, tall
             (2, _) if !interrupts => Strike::Rank(rng.usize(..world_size), Signal::STOP),
             _ => Strike::Rank(rng.usize(..world_size), Signal::KILL),
         };
+        if wait < SOON {
+            tally.count("of these, soon after another");
+        }
         match strike {
             Strike::Rank(rank, signal) => {
                 // Too late if the job has ended, or the rank is not there any more.
@@ -244,6 +247,11 @@ fn strike_at_random(scratch: &Scratch, trial: &mut Trial, strikes: Strikes, tall
         return;
     }
     assert_eq!(code, Some(0), "{}", text());
+    for run in all() {
+        for _ in run.stderr.matches("This agent coordinates it now") {
+            tally.count("coordinators replaced");
+        }
+    }
     eprintln!("{what}, {} times", tally.add(all()));
     let mut found: BTreeMap<u64, f64> = killed.iter().flat_map(Run::losses_so_far).collect();
     found.extend(losses(&runs));

@@ -58,7 +58,10 @@ impl Tally {
     }
 }
 
-/// Where a training runs.
+/// Within this time after a strike, a training is mostly still on the way to its next generation.
+pub(super) const SOON: Duration = Duration::from_millis(400);
+
+/// The ranks of a training.
 struct Layout {
     strategy: &'static str,
     devices: usize,
@@ -173,14 +176,21 @@ fn storm(trial: &mut Trial, tally: &mut Tally) {
     // A loss before the first step is not yet one of an elastic run.
     running.reach(1);
     let (mut struck, mut last) = (0, None);
+    let mut waited = Duration::MAX;
     while running.last_step().is_none_or(|step| step + 50 < STEPS) {
         // The last rank that was struck is often the one that joins now.
         let joins = last.filter(|_| rng.u32(..3) == 0);
         let rank = joins.unwrap_or_else(|| rng.usize(..devices));
         strike(&running, rank, rng, tally);
+        if waited < SOON {
+            tally.count("of these, soon after another");
+        }
+        if waited < SOON && last == Some(rank) {
+            tally.count("of these, on the rank that joins");
+        }
         (struck, last) = (struck + 1, Some(rank));
-        let wait = if rng.bool() { rng.u64(..400) } else { rng.u64(..2500) };
-        std::thread::sleep(Duration::from_millis(wait));
+        waited = Duration::from_millis(if rng.bool() { rng.u64(..400) } else { rng.u64(..2500) });
+        std::thread::sleep(waited);
     }
     let run = running.wait();
     let what = format!("{strategy} on {devices}, replicas {replicas}, {struck} strikes");

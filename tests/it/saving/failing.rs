@@ -15,17 +15,21 @@ use serde::{Deserialize, Serialize};
 
 use super::harness::{Scratch, course, saved};
 
-/// A directory that has no space for the checkpoints of some steps.
+/// A directory that has no space for the checkpoints of some steps, or with these names.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct FullConfig {
+    #[serde(default)]
     steps: Vec<u64>,
+    #[serde(default)]
+    names: Vec<String>,
 }
 
 #[typetag::serde(name = "test_full")]
 impl CheckpointIOConfig for FullConfig {
     fn build(&self, root: &Path) -> Result<Arc<dyn CheckpointIO>> {
-        let refused = self.steps.iter().map(|step| step_name(*step)).collect();
+        let of_steps = self.steps.iter().map(|step| step_name(*step));
+        let refused = of_steps.chain(self.names.iter().cloned()).collect();
         Ok(Arc::new(Full { inner: LocalDirectory::new(root), refused }))
     }
 }
@@ -113,6 +117,28 @@ fn failed_saves_count_in_a_row() {
     let (events, result) = fit(&scratch, "[2, 6, 10]", &["checkpoint.max_failed_saves=1"]);
     result.unwrap();
     assert_eq!((saved(&events), failed(&events)), (vec![4, 8, 12], vec![2, 6, 10]));
+}
+
+/// The callback keeps its newest checkpoint.
+#[test]
+fn callbacks_go_on_after_failed_saves() {
+    for background in [false, true] {
+        let scratch = Scratch::new();
+        let background = format!("checkpoint.async_save={background}");
+        let keys = [
+            "trainer.max_steps=8",
+            "checkpoint.save_last=false",
+            "checkpoint.max_failed_saves=1",
+            "trainer.val_check_interval=1000",
+            "trainer.callbacks=[{ type = \"model_checkpoint\", every_n_steps = 2, filename = \"own-{step}\" }]",
+            "checkpoint.io={ type = \"test_full\", names = [\"own-step=4\"] }",
+            &background,
+        ];
+        let (events, result) = scratch.fit(&keys);
+        result.unwrap();
+        assert_eq!((saved(&events), failed(&events).len()), (vec![2, 6, 8], 1));
+        assert_eq!(scratch.kept(), ["last", "own-step=8"]);
+    }
 }
 
 #[test]

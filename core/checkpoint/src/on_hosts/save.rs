@@ -89,7 +89,7 @@ impl Save<'_> {
             _ => Ok(None),
         };
         let written = agreed(group, written)?;
-        // All ranks of a host write files there, of which its first rank then looks for all.
+        // The first rank of a host looks for the files that all its ranks have written.
         agreed(group, self.exchange(&written)?)?;
         let mut manifest = Err(String::new());
         if let (true, Some(request)) = (group.rank() == first, request) {

@@ -26,9 +26,11 @@ pub(crate) struct Saving {
     names: BTreeSet<String>,
     /// The step of the last checkpoint that was saved, or is about to be.
     saved: Option<u64>,
-    /// What the last save has replaced, until it is known to be complete.
+    /// The state before the save under way, in case it fails.
     before: Option<Before>,
     failed: Failed,
+    /// The checkpoints that hooks wanted to be removed after saves that failed.
+    left: Vec<String>,
     /// Whether a checkpoint has had a score.
     has_scored: bool,
     warned: bool,
@@ -37,11 +39,13 @@ pub(crate) struct Saving {
     goes_on: bool,
 }
 
-/// What is kept without a save that may fail.
+/// The checkpoints of a run before a save.
 struct Before {
     retention: Retention,
     names: BTreeSet<String>,
     saved: Option<u64>,
+    /// The checkpoints that a hook wants to be removed after the save.
+    remove: Vec<String>,
 }
 
 /// Saves in a row that failed.
@@ -84,6 +88,7 @@ impl Saving {
             saved: None,
             before: None,
             failed: Failed::default(),
+            left: Vec::new(),
             has_scored: false,
             warned: false,
             warned_of_steps: false,
@@ -239,9 +244,19 @@ impl Saving {
 
     /// Begins a save. The one before is [complete](Self::complete) or has [failed](Self::fail).
     pub(crate) fn begin(&mut self) {
-        let Self { retention, names, saved, .. } = &*self;
-        self.before =
-            Some(Before { retention: retention.clone(), names: names.clone(), saved: *saved });
+        let (retention, names) = (self.retention.clone(), self.names.clone());
+        self.before = Some(Before { retention, names, saved: self.saved, remove: Vec::new() });
+    }
+
+    /// Begins a save for a hook, which wants these checkpoints to be removed afterwards. Returns the
+    /// names to remove, also those that failed saves have left.
+    pub(crate) fn begin_requested(&mut self, mut remove: Vec<String>) -> Vec<String> {
+        remove.append(&mut self.left);
+        self.begin();
+        if let Some(before) = &mut self.before {
+            before.remove.clone_from(&remove);
+        }
+        remove
     }
 
     /// Ends a save whose checkpoint was committed.
@@ -257,8 +272,8 @@ impl Saving {
 
     /// Ends a save that failed, after which the run goes on. Returns how many have failed in a row.
     pub(crate) fn fail(&mut self, error: Error) -> u64 {
-        if let Some(Before { retention, names, saved }) = self.before.take() {
-            (self.retention, self.names, self.saved) = (retention, names, saved);
+        if let Some(Before { retention, names, saved, remove }) = self.before.take() {
+            (self.retention, self.names, self.saved, self.left) = (retention, names, saved, remove);
         }
         self.failed = Failed { count: self.failed.count + 1, last: Some(error) };
         self.failed.count

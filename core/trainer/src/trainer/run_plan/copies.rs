@@ -24,11 +24,11 @@ pub struct PlannedCopies {
     pub sent_bytes: u64,
 }
 
-/// What a checkpoint has of the parameters, by their names.
+/// The bytes of a checkpoint: for each parameter, by name, and of other state.
 #[derive(Debug, Clone, Default)]
 pub(super) struct StateBytes {
     parameters: BTreeMap<String, (ShardSpec, usize)>,
-    /// Of state that is whole on the first rank.
+    /// The bytes of state that is whole on the first rank.
     of_first_rank: u64,
 }
 

@@ -63,7 +63,7 @@ pub(crate) fn save_as_requested(session: &mut Session) -> Result<()> {
         // This step's checkpoint may be saved already.
         if name != step_name || !session.saving.has_saved(session.progress.step()) {
             finish_saving(session)?;
-            session.saving.begin();
+            let remove = session.saving.begin_requested(remove);
             let kept = session.saving.kept();
             write(session, Write { name, kept, remove, weights_only, blocking: false })?;
         }
