@@ -402,6 +402,7 @@ mod tests {
         ModelCheckpoint {
             config,
             kept: vec![],
+            requested: BTreeSet::new(),
             last_time: Instant::now(),
             is_due: false,
             offered_step: None,
