@@ -39,7 +39,7 @@ fn cut_at_random(scratch: &Scratch, trial: &mut Trial) -> Option<usize> {
     let ranks = || marked(&mark).iter().filter(|(_, rank)| rank.is_some()).count();
     running[0].until("ranks", |_| (ranks() == 3).then_some(()));
     // Every second trial may cut the cable while ranks start, when a loss may end the job.
-    if trial.seed % 2 == 0 {
+    if trial.seed.is_multiple_of(2) {
         running[0].reach(1);
     }
     let wait = Duration::from_millis(rng.u64(..2000));
