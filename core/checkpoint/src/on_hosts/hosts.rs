@@ -85,6 +85,12 @@ impl Hosts {
         };
         (0..self.host.len()).filter(is_there).collect()
     }
+
+    /// The bytes of the [files on](Self::files_on) each host, given the bytes of each rank's files.
+    pub fn bytes(&self, of_ranks: &[u64]) -> Vec<u64> {
+        let of_host = |host| self.files_on(host).into_iter().map(|rank| of_ranks[rank]).sum();
+        (0..self.count()).map(of_host).collect()
+    }
 }
 
 #[cfg(test)]
@@ -112,6 +118,13 @@ mod tests {
         assert_eq!(hosts.kept_by(3), [0, 2]);
         assert_eq!(hosts.files_on(1), [0, 1, 2, 3, 4]);
         assert!(hosts.leads(0) && hosts.leads(3) && hosts.leads(5) && !hosts.leads(4));
+    }
+
+    #[test]
+    fn each_file_takes_room_on_two_hosts() {
+        let bytes = [1, 2, 4, 8, 16];
+        assert_eq!(hosts(&[0, 0, 1, 1, 2]).bytes(&bytes), [19, 15, 28]);
+        assert_eq!(hosts(&[0; 5]).bytes(&bytes), [31]);
     }
 
     proptest! {

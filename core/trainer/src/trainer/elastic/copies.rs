@@ -9,7 +9,7 @@ use crate::trainer::saving::failed::is_of_place;
 use crate::trainer::saving::save::{held_state, whole_state};
 use crate::trainer::session::{Session, SessionSetup};
 use crate::{Error, Result};
-use fulgurite_checkpoint::{AsyncSaver, Hosts, parts_on_host};
+use fulgurite_checkpoint::{AsyncSaver, parts_on_host};
 use fulgurite_engine::collective::all_gather_object;
 
 /// Copies of a run's shards in the memory of its hosts, made in the background.
@@ -52,7 +52,7 @@ impl Copies {
         let world = session.setup.fabric.world();
         let hosts = hosts(world)?;
         let rank = world.rank();
-        let bytes = bytes_on_hosts(&hosts, &all_gather_object(&**world, &request.bytes())?);
+        let bytes = hosts.bytes(&all_gather_object(&**world, &request.bytes())?);
         let place = match hosts.leads(rank) {
             true => place(bytes[hosts.of(rank)])?,
             false => None,
@@ -89,12 +89,6 @@ impl Copies {
             tracing::info!("a copy of the state was not made: {error}");
         }
     }
-}
-
-/// The bytes of a copy on each host, given the bytes of each rank's part.
-pub(crate) fn bytes_on_hosts(hosts: &Hosts, parts: &[u64]) -> Vec<u64> {
-    let of_host = |host| hosts.files_on(host).into_iter().map(|rank| parts[rank]).sum();
-    (0..hosts.count()).map(of_host).collect()
 }
 
 /// Returns where this host may keep its `bytes` of a copy: two at a time, while one replaces the
@@ -143,18 +137,4 @@ pub(crate) fn copy_if_due(session: &mut Session) -> Result<()> {
         }
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn each_part_takes_room_on_two_hosts() {
-        let hosts =
-            |ids: &[&str]| Hosts::new(&ids.iter().map(|id| (*id).to_owned()).collect::<Vec<_>>());
-        let parts = [1, 2, 4, 8, 16];
-        assert_eq!(bytes_on_hosts(&hosts(&["a", "a", "b", "b", "c"]), &parts), [19, 15, 28]);
-        assert_eq!(bytes_on_hosts(&hosts(&["a"; 5]), &parts), [31]);
-    }
 }

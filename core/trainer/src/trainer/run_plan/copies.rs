@@ -6,9 +6,8 @@ use serde::Serialize;
 
 use super::rank_run::Model;
 use crate::run::TrainerConfig;
-use crate::trainer::elastic::{bytes_on_hosts, place_in_replica};
 use fulgurite_checkpoint::Hosts;
-use fulgurite_engine::mesh::DeviceMesh;
+use fulgurite_engine::mesh::{DATA_PARALLEL_REPLICATE, DeviceMesh};
 use fulgurite_engine::shard::ShardSpec;
 
 /// Copies of shards in the memory of the hosts (`trainer.elastic.replicas`).
@@ -85,15 +84,18 @@ pub(super) fn planned_copies<'a>(
         }
     }
     let mesh = mesh?;
-    if place_in_replica(mesh).1 == 1 && mesh.pipeline().is_none() {
+    let layout = mesh.layout();
+    let world_size = layout.world_size();
+    let mut sizes = layout.names().iter().zip(layout.sizes());
+    let replicas = sizes.find(|(name, _)| *name == DATA_PARALLEL_REPLICATE);
+    if replicas.map_or(1, |(_, size)| *size) == world_size {
         return None;
     }
-    let world_size = mesh.layout().world_size();
     let parts: Vec<u64> = (0..world_size).map(|rank| all.of(mesh, rank)).collect();
     let of_rank = |rank: usize| (rank / ranks_per_host.max(1)).to_string();
     let hosts = Hosts::new(&(0..world_size).map(of_rank).collect::<Vec<_>>());
     let buffers = |host| hosts.ranks(host).iter().map(|rank| parts[*rank]).sum::<u64>();
-    let files = bytes_on_hosts(&hosts, &parts).into_iter().enumerate();
+    let files = hosts.bytes(&parts).into_iter().enumerate();
     Some(PlannedCopies {
         every_n_steps: elastic.replicate_every_n_steps,
         host_bytes: files.map(|(host, bytes)| 2 * bytes + buffers(host)).max().unwrap_or(0),
