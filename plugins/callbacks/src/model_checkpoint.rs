@@ -1,7 +1,7 @@
 //! Checkpoints in addition to the configuration's `[checkpoint]` table.
 
 use std::cmp::Ordering;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::num::NonZeroU64;
 use std::time::Instant;
 
@@ -109,7 +109,6 @@ impl CallbackConfig for ModelCheckpointConfig {
         Ok(Box::new(ModelCheckpoint {
             config: self.clone(),
             kept: Vec::new(),
-            requested: BTreeSet::new(),
             last_time: Instant::now(),
             is_due: false,
             offered_step: None,
@@ -142,8 +141,6 @@ pub struct ModelCheckpoint {
     config: ModelCheckpointConfig,
     /// Oldest first.
     kept: Vec<Kept>,
-    /// Those of them that this run was asked to save.
-    requested: BTreeSet<String>,
     last_time: Instant,
     /// Whether a checkpoint is due, or still waits for the metric's value.
     is_due: bool,
@@ -202,17 +199,8 @@ impl ModelCheckpoint {
         self.offered_step = Some(ctx.step);
         // Rank 0 decides: the metric may differ between ranks, and only one rank should list the
         // directory.
-        let decided = match ctx.is_global_zero() {
-            true => {
-                let failed = self.failed(ctx)?;
-                self.forget(&failed);
-                (failed, self.choose(ctx)?)
-            }
-            false => (Vec::new(), None),
-        };
-        let (failed, choice) = ctx.fabric().broadcast(&decided, 0)?;
-        self.forget(&failed);
-        let Some(choice) = choice else { return Ok(()) };
+        let choice = if ctx.is_global_zero() { self.choose(ctx)? } else { None };
+        let Some(choice) = ctx.fabric().broadcast(&choice, 0)? else { return Ok(()) };
         if self.config.verbose {
             ctx.print(format!("saving {}", choice.new.name));
         }
@@ -271,23 +259,10 @@ impl ModelCheckpoint {
 
     /// Records a new checkpoint. Returns the names of the checkpoints to remove for it.
     fn apply(&mut self, Choice { new, replaces }: Choice) -> Vec<String> {
-        self.requested.insert(new.name.clone());
         let old = replaces.map(|index| self.kept.remove(index).name);
         let remove = old.into_iter().filter(|old| *old != new.name).collect();
         self.kept.push(new);
         remove
-    }
-
-    /// The kept checkpoints of this run whose saves have failed.
-    fn failed(&self, ctx: &HookContext) -> Result<Vec<String>> {
-        let names = ctx.checkpoint_names()?;
-        let kept = self.kept.iter().map(|kept| &kept.name);
-        let failed = kept.filter(|name| self.requested.contains(*name) && !names.contains(*name));
-        Ok(failed.cloned().collect())
-    }
-
-    fn forget(&mut self, failed: &[String]) {
-        self.kept.retain(|kept| !failed.contains(&kept.name));
     }
 
     /// Whether neither a step interval nor a time interval is set.
@@ -402,7 +377,6 @@ mod tests {
         ModelCheckpoint {
             config,
             kept: vec![],
-            requested: BTreeSet::new(),
             last_time: Instant::now(),
             is_due: false,
             offered_step: None,

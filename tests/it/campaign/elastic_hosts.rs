@@ -154,7 +154,8 @@ fn strike_at_random(scratch: &Scratch, trial: &mut Trial, strikes: Strikes, tall
             Duration::from_millis(if at == strikes { rng.u64(..400) } else { rng.u64(10..1500) });
         std::thread::sleep(wait);
         let last = running.iter().flatten().filter_map(Running::last_step).max();
-        if is_storm && last.is_some_and(|step| step + 200 > steps) {
+        let has_ended = || running.iter().flatten().all(|agent| agent.members().is_empty());
+        if is_storm && (last.is_some_and(|step| step + 200 > steps) || has_ended()) {
             break;
         }
         let one_is_lost = lost_node.is_some() || has_own && coordinator.is_none();

@@ -177,7 +177,9 @@ fn storm(trial: &mut Trial, tally: &mut Tally) {
     running.reach(1);
     let (mut struck, mut last) = (0, None);
     let mut waited = Duration::MAX;
-    while running.last_step().is_none_or(|step| step + 50 < STEPS) {
+    // Without members the run has ended, too early.
+    while running.last_step().is_none_or(|step| step + 50 < STEPS) && !running.members().is_empty()
+    {
         // The last rank that was struck is often the one that joins now.
         let joins = last.filter(|_| rng.u32(..3) == 0);
         let rank = joins.unwrap_or_else(|| rng.usize(..devices));

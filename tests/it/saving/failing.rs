@@ -3,6 +3,7 @@
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use fulgurite::core::checkpoint::{
     CheckpointIO, CheckpointIOConfig, CheckpointReader, CheckpointWriter, Entry, step_name,
@@ -23,6 +24,9 @@ struct FullConfig {
     steps: Vec<u64>,
     #[serde(default)]
     names: Vec<String>,
+    /// Which writes of the pointer to the last checkpoint fail, counted from 1.
+    #[serde(default)]
+    pointers: Vec<usize>,
 }
 
 #[typetag::serde(name = "test_full")]
@@ -30,7 +34,8 @@ impl CheckpointIOConfig for FullConfig {
     fn build(&self, root: &Path) -> Result<Arc<dyn CheckpointIO>> {
         let of_steps = self.steps.iter().map(|step| step_name(*step));
         let refused = of_steps.chain(self.names.iter().cloned()).collect();
-        Ok(Arc::new(Full { inner: LocalDirectory::new(root), refused }))
+        let (pointers, written) = (self.pointers.clone(), AtomicUsize::new(0));
+        Ok(Arc::new(Full { inner: LocalDirectory::new(root), refused, pointers, written }))
     }
 }
 
@@ -40,6 +45,8 @@ register_checkpoint_io!("test_full", FullConfig, "for this test");
 struct Full {
     inner: LocalDirectory,
     refused: Vec<String>,
+    pointers: Vec<usize>,
+    written: AtomicUsize,
 }
 
 impl CheckpointIO for Full {
@@ -60,6 +67,13 @@ impl CheckpointIO for Full {
     }
     fn remove(&self, path: &str) -> Result<()> {
         self.inner.remove(path)
+    }
+    fn replace(&self, path: &str, bytes: &[u8]) -> Result<()> {
+        let number = self.written.fetch_add(1, Ordering::Relaxed) + 1;
+        match self.pointers.contains(&number) {
+            true => Err(Error::io("replacing", self.location(path))(ErrorKind::StorageFull.into())),
+            false => self.inner.replace(path, bytes),
+        }
     }
     fn commit(&self, staged: &str, name: &str) -> Result<()> {
         self.inner.commit(staged, name)
@@ -119,26 +133,42 @@ fn failed_saves_count_in_a_row() {
     assert_eq!((saved(&events), failed(&events)), (vec![4, 8, 12], vec![2, 6, 10]));
 }
 
-/// The callback keeps its newest checkpoint.
 #[test]
-fn callbacks_go_on_after_failed_saves() {
+fn failed_saves_of_callbacks_end_the_run() {
     for background in [false, true] {
         let scratch = Scratch::new();
         let background = format!("checkpoint.async_save={background}");
         let keys = [
             "trainer.max_steps=8",
-            "checkpoint.save_last=false",
-            "checkpoint.max_failed_saves=1",
-            "trainer.val_check_interval=1000",
+            "checkpoint.every_n_steps=3",
+            "checkpoint.max_failed_saves=9",
             "trainer.callbacks=[{ type = \"model_checkpoint\", every_n_steps = 2, filename = \"own-{step}\" }]",
             "checkpoint.io={ type = \"test_full\", names = [\"own-step=4\"] }",
             &background,
         ];
         let (events, result) = scratch.fit(&keys);
-        result.unwrap();
-        assert_eq!((saved(&events), failed(&events).len()), (vec![2, 6, 8], 1));
-        assert_eq!(scratch.kept(), ["last", "own-step=8"]);
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains("own-step=4"), "{error}");
+        assert_eq!((saved(&events), failed(&events)), (vec![2, 3], vec![]));
+        assert_eq!(scratch.kept(), ["last", "own-step=2", "step-00000003"]);
     }
+}
+
+/// The pointer to the last checkpoint is written after the commit.
+#[test]
+fn committed_checkpoints_are_kept_after_an_error() {
+    let scratch = Scratch::new();
+    let keys = [
+        "trainer.max_steps=12",
+        "checkpoint.every_n_steps=2",
+        "checkpoint.keep_last=1",
+        "checkpoint.max_failed_saves=1",
+        "checkpoint.io={ type = \"test_full\", pointers = [3] }",
+    ];
+    let (events, result) = scratch.fit(&keys);
+    result.unwrap();
+    assert_eq!((saved(&events), failed(&events)), (vec![2, 4, 8, 10, 12], vec![6]));
+    assert_eq!(scratch.kept(), ["last", "step-00000012"]);
 }
 
 #[test]

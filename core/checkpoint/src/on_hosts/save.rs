@@ -121,8 +121,11 @@ impl Save<'_> {
         let Self { io, group, name, staged, .. } = *self;
         agreed(group, self.on_leader(|| io.commit(staged, name)))?;
         self.on_leader(|| {
-            for old in io.list("")?.iter().filter(|entry| entry.is_directory && entry.name != name)
-            {
+            let there = io.list("").unwrap_or_else(|error| {
+                tracing::warn!("old copies stay: {error}");
+                Vec::new()
+            });
+            for old in there.iter().filter(|entry| entry.is_directory && entry.name != name) {
                 if let Err(error) = io.remove(&old.name) {
                     tracing::warn!("an old copy stays: {error}");
                 }

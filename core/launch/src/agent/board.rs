@@ -298,6 +298,8 @@ impl Shared {
                         (beats, beaten) = (beats + 1, Some(Instant::now()));
                         // A failure shows in the reads below.
                         let _ = write(&store, &keys::beat(self.agent), &beats);
+                        // A read that failed has passed for a missing key.
+                        last_change = None;
                     }
                     self.look(&store, term, &mut last_change);
                 }
@@ -359,7 +361,6 @@ impl Shared {
             refused: read(store, &keys::refused(self.agent)),
             attempt,
         };
-        // After a failed request the store answers no more.
         *last = store.add(keys::CHANGES, 0).ok().filter(|now| *now == change);
         // A new coordinator has not said anything yet.
         let says = seen.attempt.is_some() || seen.over.is_some() || seen.refused.is_some();

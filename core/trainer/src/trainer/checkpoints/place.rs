@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::run::CheckpointConfig;
 use crate::trainer::checkpoints::lookup::ResumeSource;
@@ -26,11 +27,13 @@ pub(crate) struct Saving {
     names: BTreeSet<String>,
     /// The step of the last checkpoint that was saved, or is about to be.
     saved: Option<u64>,
-    /// The state before the save under way, in case it fails.
+    /// The state before the save under way, if it may fail.
     before: Option<Before>,
     failed: Failed,
-    /// The checkpoints that hooks wanted to be removed after saves that failed.
+    /// What saves that failed after their commit have not removed.
     left: Vec<String>,
+    /// How long training has waited for the save before the one under way.
+    waited: Duration,
     /// Whether a checkpoint has had a score.
     has_scored: bool,
     warned: bool,
@@ -44,7 +47,8 @@ struct Before {
     retention: Retention,
     names: BTreeSet<String>,
     saved: Option<u64>,
-    /// The checkpoints that a hook wants to be removed after the save.
+    /// The name of the new checkpoint, and the names to remove after its commit.
+    name: String,
     remove: Vec<String>,
 }
 
@@ -89,6 +93,7 @@ impl Saving {
             before: None,
             failed: Failed::default(),
             left: Vec::new(),
+            waited: Duration::ZERO,
             has_scored: false,
             warned: false,
             warned_of_steps: false,
@@ -242,38 +247,36 @@ impl Saving {
         }
     }
 
-    /// Begins a save. The one before is [complete](Self::complete) or has [failed](Self::fail).
-    pub(crate) fn begin(&mut self) {
-        let (retention, names) = (self.retention.clone(), self.names.clone());
-        self.before = Some(Before { retention, names, saved: self.saved, remove: Vec::new() });
-    }
-
-    /// Begins a save for a hook, which wants these checkpoints to be removed afterwards. Returns the
-    /// names to remove, also those that failed saves have left.
-    pub(crate) fn begin_requested(&mut self, mut remove: Vec<String>) -> Vec<String> {
-        remove.append(&mut self.left);
-        self.begin();
-        if let Some(before) = &mut self.before {
-            before.remove.clone_from(&remove);
+    /// Ends a save whose checkpoint was committed. Returns how long training has waited for the save
+    /// before it.
+    pub(crate) fn complete(&mut self) -> Duration {
+        // A hook's save says nothing about those that the configuration asks for.
+        if self.before.take().is_some() {
+            self.failed = Failed::default();
         }
-        remove
+        std::mem::take(&mut self.waited)
     }
 
-    /// Ends a save whose checkpoint was committed.
-    pub(crate) fn complete(&mut self) {
-        self.before = None;
-        self.failed = Failed::default();
+    /// Notes how long training has waited for the save before the one that begins.
+    pub(crate) fn note_wait(&mut self, waited: Duration) {
+        self.waited = waited;
     }
 
-    /// Whether the run goes on after another failed save.
-    pub(crate) fn may_fail(&self) -> bool {
-        self.failed.count < self.config.max_failed_saves
+    /// Returns the name of the save under way if the run goes on after its failure.
+    pub(crate) fn may_fail(&self) -> Option<&str> {
+        let may = self.failed.count < self.config.max_failed_saves;
+        self.before.as_ref().filter(|_| may).map(|before| &*before.name)
     }
 
-    /// Ends a save that failed, after which the run goes on. Returns how many have failed in a row.
-    pub(crate) fn fail(&mut self, error: Error) -> u64 {
-        if let Some(Before { retention, names, saved, remove }) = self.before.take() {
-            (self.retention, self.names, self.saved, self.left) = (retention, names, saved, remove);
+    /// Ends a save that failed before or after its commit, and after which the run goes on. Returns
+    /// how many have failed in a row.
+    pub(crate) fn fail(&mut self, error: Error, is_committed: bool) -> u64 {
+        match self.before.take() {
+            Some(before) if is_committed => self.left = before.remove,
+            Some(Before { retention, names, saved, .. }) => {
+                (self.retention, self.names, self.saved) = (retention, names, saved);
+            }
+            None => {}
         }
         self.failed = Failed { count: self.failed.count + 1, last: Some(error) };
         self.failed.count
@@ -284,7 +287,7 @@ impl Saving {
         self.failed.last.take()
     }
 
-    /// Adds the checkpoint `name` of `step` to the kept checkpoints.
+    /// Begins to save the checkpoint `name` of `step`: adds it to the kept checkpoints.
     ///
     /// Returns the kept checkpoints, and the names to remove after the commit.
     pub(crate) fn keep(
@@ -295,9 +298,14 @@ impl Saving {
         rank: usize,
     ) -> Result<(Vec<RetainedCheckpoint>, Vec<String>)> {
         let score = self.score(step, recorder, rank)?;
+        let (retention, names, saved) = (self.retention.clone(), self.names.clone(), self.saved);
         self.retention.add(step, name, score);
         self.saved = Some(step);
-        Ok((self.kept(), self.retention.take_expired()))
+        let mut remove = std::mem::take(&mut self.left);
+        remove.extend(self.retention.take_expired());
+        let (name, remove_later) = (name.to_owned(), remove.clone());
+        self.before = Some(Before { retention, names, saved, name, remove: remove_later });
+        Ok((self.kept(), remove))
     }
 
     /// Returns the checkpoints that the table `[checkpoint]` keeps.

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use super::kept::place_in_replica;
-use super::states::{copy_name, hosts, open, place_with_room, places};
+use super::states::{copy_name, hosts, open, place_with_room, places, remove_states};
 use crate::fabric::OptimizerState;
 use crate::trainer::saving::failed::is_of_place;
 use crate::trainer::saving::save::{held_state, whole_state};
@@ -11,6 +11,7 @@ use crate::trainer::session::{Session, SessionSetup};
 use crate::{Error, Result};
 use fulgurite_checkpoint::{AsyncSaver, parts_on_host};
 use fulgurite_engine::collective::all_gather_object;
+use fulgurite_launch::is_first_on_host;
 
 /// Copies of a run's shards in the memory of its hosts, made in the background.
 pub(crate) struct Copies {
@@ -20,6 +21,8 @@ pub(crate) struct Copies {
     elsewhere: Vec<PathBuf>,
     /// The step of the last copy.
     last: Option<u64>,
+    /// Whether the last copy was not made.
+    has_failed: bool,
 }
 
 impl Copies {
@@ -80,7 +83,7 @@ impl Copies {
         let background = &*session.setup.background;
         let mut saver = AsyncSaver::on_hosts(open(place)?, background, hosts)?;
         saver.reserve(&request)?;
-        Ok(Some(Self { saver, every_n_steps, elsewhere, last: None }))
+        Ok(Some(Self { saver, every_n_steps, elsewhere, last: None, has_failed: false }))
     }
 
     /// Waits for the copy under way. It may have failed, like the collectives of its generation.
@@ -103,6 +106,14 @@ fn place(bytes: u64) -> Result<Option<PathBuf>> {
     Ok(free(2))
 }
 
+/// Removes the copies that this host has, if newer ones could not be made: a checkpoint of a later
+/// step was committed.
+pub(crate) fn drop_old_copies(session: &Session) {
+    if session.copies.as_ref().is_some_and(|copies| copies.has_failed) && is_first_on_host() {
+        remove_states();
+    }
+}
+
 /// Begins a copy of the state after this step, if one is due. Collective.
 pub(crate) fn copy_if_due(session: &mut Session) -> Result<()> {
     let step = session.progress.step();
@@ -115,12 +126,17 @@ pub(crate) fn copy_if_due(session: &mut Session) -> Result<()> {
     let Session { copies: Some(copies), setup, .. } = session else { return Ok(()) };
     copies.last = Some(step);
     let made = match copies.saver.wait() {
-        Ok(made) => made,
+        Ok(made) => {
+            copies.has_failed &= made.is_none();
+            made
+        }
         // The hosts still have the copy before.
-        Err(error) if is_of_place(&**setup.fabric.world(), &error) => {
-            if setup.rank() == 0 {
+        Err(error) if is_of_place(&**setup.fabric.world(), &error)? => {
+            let is_first = !std::mem::replace(&mut copies.has_failed, true);
+            if is_first && setup.rank() == 0 {
                 tracing::warn!(
-                    "no copy of the state was made: {error}. After a loss the run would go on from an older state"
+                    "no copy of the state was made: {error}. Until the next one is made or a checkpoint is saved, a \
+                     loss takes all steps since the copy before again"
                 );
             }
             None

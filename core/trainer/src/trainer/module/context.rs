@@ -433,10 +433,7 @@ impl<'a, D: ?Sized> HookContext<'a, D> {
 
     /// Requests a checkpoint after this step (and its validation). All ranks must request the same
     /// checkpoints.
-    ///
-    /// With `checkpoint.max_failed_saves` the run may go on after a failed save, whose name is then
-    /// not among [`checkpoint_names`](Self::checkpoint_names). The next requested save removes what
-    /// the failed one was to remove.
+    /// If the save fails, the run ends.
     pub fn save_checkpoint(&mut self, request: SaveRequest) {
         self.parts.requests.saves.push(request);
     }

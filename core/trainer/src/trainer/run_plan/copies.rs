@@ -61,6 +61,13 @@ impl StateBytes {
     }
 }
 
+/// Number of replicas, each of which has the whole state.
+pub(super) fn replicas(mesh: &DeviceMesh) -> usize {
+    let (names, sizes) = (mesh.layout().names(), mesh.layout().sizes());
+    let place = names.iter().position(|name| name == DATA_PARALLEL_REPLICATE);
+    place.map_or(1, |place| sizes[place])
+}
+
 /// Returns the copies of a run, whose models are as the ranks of the classes have seen them. `None`
 /// if the configuration asks for none, or each rank has everything.
 pub(super) fn planned_copies<'a>(
@@ -84,11 +91,8 @@ pub(super) fn planned_copies<'a>(
         }
     }
     let mesh = mesh?;
-    let layout = mesh.layout();
-    let world_size = layout.world_size();
-    let mut sizes = layout.names().iter().zip(layout.sizes());
-    let replicas = sizes.find(|(name, _)| *name == DATA_PARALLEL_REPLICATE);
-    if replicas.map_or(1, |(_, size)| *size) == world_size {
+    let world_size = mesh.layout().world_size();
+    if replicas(mesh) == world_size {
         return None;
     }
     let parts: Vec<u64> = (0..world_size).map(|rank| all.of(mesh, rank)).collect();

@@ -11,8 +11,10 @@ pub(super) struct Failures {
     pub(super) step_s: f64,
     /// Seconds between copies of shards in the memory of hosts.
     pub(super) copies_s: f64,
-    /// Seconds to send a host's part of the state to another host.
+    /// Seconds in which ranks that hold a whole state together send it to other hosts: all ranks,
+    /// and those of one replica.
     pub(super) transfer_s: f64,
+    pub(super) replica_transfer_s: f64,
     /// Seconds to write a checkpoint, and to read one.
     pub(super) checkpoint_s: f64,
     /// Seconds between checkpoints.
@@ -42,7 +44,7 @@ pub struct Goodput {
 impl Goodput {
     pub(super) fn of(run: &Failures) -> Self {
         let Failures { per_s, step_s, copies_s, transfer_s, checkpoint_s, .. } = *run;
-        let Failures { interval_s, restart_s, going_on_s, .. } = *run;
+        let Failures { interval_s, restart_s, going_on_s, replica_transfer_s, .. } = *run;
         let from_checkpoint =
             |recovery_s| goodput(per_s, interval_s, checkpoint_s, recovery_s + checkpoint_s);
         // Checkpoints are still written.
@@ -50,9 +52,11 @@ impl Goodput {
         Self {
             restart: from_checkpoint(restart_s),
             going_on: from_checkpoint(going_on_s),
-            from_copies: saving * goodput(per_s, copies_s, 0.0, going_on_s + transfer_s),
-            // What replicas hold is sent to the next host first.
-            with_replicas: saving * goodput(per_s, step_s, 0.0, going_on_s + 2.0 * transfer_s),
+            // A copy that is on the way is lost too.
+            from_copies: saving * goodput(per_s, copies_s, 0.0, going_on_s + 2.0 * transfer_s),
+            // What replicas hold is sent to the next host, and then to all ranks.
+            with_replicas: saving
+                * goodput(per_s, step_s, 0.0, going_on_s + 2.0 * replica_transfer_s),
         }
     }
 }
@@ -123,6 +127,7 @@ mod tests {
             step_s: 10.0,
             copies_s: 50.0,
             transfer_s: 2.0,
+            replica_transfer_s: 4.0,
             checkpoint_s: 20.0,
             interval_s: 600.0,
             restart_s: 600.0,

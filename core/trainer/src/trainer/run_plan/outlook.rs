@@ -62,6 +62,7 @@ pub(super) struct Facts {
     pub(super) peak_bytes: Option<u64>,
     pub(super) host_bytes: Option<u64>,
     pub(super) checkpoint_bytes: u64,
+    pub(super) replicas: usize,
     /// Steps between copies of shards in the memory of hosts.
     pub(super) steps_per_copy: u64,
     pub(super) steps: Option<u64>,
@@ -88,14 +89,15 @@ pub(super) fn outlook(
         (Some(cost), Some(rate)) if rate > 0.0 => Some((2.0 * cost / rate).sqrt()),
         _ => None,
     };
-    let hosts = facts.world_size.div_ceil(facts.ranks_per_host.max(1));
-    let bytes_of_host = facts.checkpoint_bytes as f64 / hosts as f64;
+    let bytes_of_rank = facts.checkpoint_bytes as f64 / facts.world_size as f64;
+    let transfer_s = bytes_of_rank / hardware.between_hosts.bytes_per_s;
     let by_recovery = match (best, checkpoint_s, failures_per_s) {
         (Some(interval_s), Some(checkpoint_s), Some(per_s)) => Some(Goodput::of(&Failures {
             per_s,
             step_s,
             copies_s: facts.steps_per_copy as f64 * step_s,
-            transfer_s: bytes_of_host / hardware.between_hosts.bytes_per_s,
+            transfer_s,
+            replica_transfer_s: facts.replicas as f64 * transfer_s,
             checkpoint_s,
             interval_s,
             restart_s: hardware.restart_s.unwrap_or(300.0),
@@ -166,6 +168,7 @@ mod tests {
             peak_bytes: Some(1000),
             host_bytes: Some(600),
             checkpoint_bytes: 200,
+            replicas: 1,
             steps_per_copy: 1,
             steps: Some(900),
         }

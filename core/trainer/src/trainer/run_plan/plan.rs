@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::classes::{RankClass, rank_classes};
-use super::copies::{PlannedCopies, planned_copies};
+use super::copies::{PlannedCopies, planned_copies, replicas};
 use super::hardware::Hardware;
 use super::outlook::{Facts, Outlook, outlook};
 use super::rank_run::{RankRun, run_rank};
@@ -213,6 +213,7 @@ impl RunPlan {
             peak_bytes,
             host_bytes: host_bytes.map(|bytes| bytes + copies_of_rank),
             checkpoint_bytes: model.state.all(),
+            replicas: model.mesh.as_ref().map_or(1, replicas),
             steps_per_copy: run.trainer.elastic.replicate_every_n_steps,
             steps: run.trainer.max_steps,
         };

@@ -2,17 +2,18 @@
 
 use std::io::ErrorKind;
 
-use crate::Error;
+use crate::{Error, Result};
 use fulgurite_engine::collective::{ProcessGroup, all_gather_object};
 
 /// Returns whether a save has failed on all ranks because of its place, so that training can go on.
 /// Collective: an error of a save reaches all ranks.
-pub(crate) fn is_of_place(world: &dyn ProcessGroup, error: &Error) -> bool {
+///
+/// # Errors
+/// If a rank is lost.
+pub(crate) fn is_of_place(world: &dyn ProcessGroup, error: &Error) -> Result<bool> {
     let here =
         matches!(error, Error::Io { .. } | Error::Checkpoint { .. } | Error::PeerFailed { .. });
-    // A rank that is lost fails this too.
-    let all = all_gather_object(world, &here).unwrap_or_default();
-    here && all.len() == world.size() && all.into_iter().all(|here| here)
+    Ok(all_gather_object(world, &here)?.into_iter().all(|here| here))
 }
 
 /// Explains an error after which the location of checkpoints can no longer be written.

@@ -6,6 +6,7 @@ use crate::fabric::{Fabric, OptimizerState};
 use crate::trainer::checkpoints::retention::RetainedCheckpoint;
 use crate::trainer::checkpoints::saved_state::SavedState;
 use crate::trainer::checkpoints::trainer_state::{GoesOn, TrainerState};
+use crate::trainer::elastic::drop_old_copies;
 use crate::trainer::module::hooks::Hook;
 use crate::trainer::module::runner::ModuleRunner;
 use crate::trainer::record::log_table::SavedStates;
@@ -34,10 +35,9 @@ struct Write {
 /// Saves in the background if configured, unless `blocking`.
 pub(crate) fn save(session: &mut Session, blocking: bool) -> Result<()> {
     session.read_pending_step()?;
-    finish_saving(session)?;
+    finish_before_next(session)?;
     let (step, rank) = (session.progress.step(), session.setup.rank());
     let name = checkpoint::step_name(step);
-    session.saving.begin();
     let (kept, remove) = session.saving.keep(step, &name, &session.recorder, rank)?;
     write(session, Write { name, kept, remove, weights_only: false, blocking })
 }
@@ -62,8 +62,7 @@ pub(crate) fn save_as_requested(session: &mut Session) -> Result<()> {
         }
         // This step's checkpoint may be saved already.
         if name != step_name || !session.saving.has_saved(session.progress.step()) {
-            finish_saving(session)?;
-            let remove = session.saving.begin_requested(remove);
+            finish_before_next(session)?;
             let kept = session.saving.kept();
             write(session, Write { name, kept, remove, weights_only, blocking: false })?;
         }
@@ -151,7 +150,8 @@ fn try_to_write(session: &mut Session, write: Write) -> Result<Result<Option<Sav
         let mut request = fabric.checkpoints().save_request(&name, optimizer, &state, config)?;
         (request.update_last, request.remove) = (!weights_only, remove);
         if let (Some(background), false) = (saving.background(), blocking) {
-            return Ok(background.start(request));
+            background.start(request)?;
+            return Ok(Ok(None));
         }
         request.run(&*io, world)
     } else {
@@ -255,6 +255,14 @@ pub(crate) fn prepare_saving(session: &mut Session) -> Result<()> {
     Ok(())
 }
 
+/// Waits for the save that is written in the background, before another one begins. Collective.
+fn finish_before_next(session: &mut Session) -> Result<()> {
+    let start = Instant::now();
+    finish_saving(session)?;
+    session.saving.note_wait(start.elapsed());
+    Ok(())
+}
+
 /// Waits for the save that is written in the background, if any. Collective.
 pub(crate) fn finish_saving(session: &mut Session) -> Result<()> {
     let _phase = session.setup.fabric.measurements().phase("checkpoint");
@@ -282,19 +290,30 @@ fn settle(session: &mut Session, saved: Result<Option<SavedCheckpoint>>) -> Resu
     match saved {
         Ok(None) => Ok(()),
         Ok(Some(SavedCheckpoint { step, path, blocked })) => {
-            session.saving.complete();
-            let blocked_s = blocked.as_secs_f64();
+            let blocked_s = (blocked + session.saving.complete()).as_secs_f64();
+            drop_old_copies(session);
             session.emit(&Event::Checkpoint { step, path: path.clone(), blocked_s })?;
             session.hook(Hook::AfterSaveCheckpoint(&path))
         }
         Err(error) => {
             let step = session.progress.step();
             let error = unwritable(error, step);
-            if !session.saving.may_fail() || !is_of_place(&**session.setup.fabric.world(), &error) {
+            let Some(name) = session.saving.may_fail().map(str::to_owned) else {
+                return Err(error);
+            };
+            let world = &**session.setup.fabric.world();
+            if !is_of_place(world, &error)? {
                 return Err(error);
             }
+            // An error may come after the commit.
+            let there = match world.rank() {
+                0 => session.saving.io().list("").unwrap_or_default(),
+                _ => Vec::new(),
+            };
+            let is_committed = there.iter().any(|entry| entry.name == name);
+            let is_committed = broadcast_object(world, &is_committed, 0)?;
             let message = error.to_string();
-            let count = session.saving.fail(error);
+            let count = session.saving.fail(error, is_committed);
             if session.setup.rank() == 0 {
                 let allowed = session.saving.config().max_failed_saves;
                 tracing::warn!(
