@@ -30,6 +30,8 @@ pub(crate) struct Saving {
     /// The state before the save under way, if it may fail.
     before: Option<Before>,
     failed: Failed,
+    /// The step of the last checkpoint that was committed.
+    committed: Option<u64>,
     /// What saves that failed after their commit have not removed.
     left: Vec<String>,
     /// How long training has waited for the save before the one under way.
@@ -92,6 +94,7 @@ impl Saving {
             saved: None,
             before: None,
             failed: Failed::default(),
+            committed: None,
             left: Vec::new(),
             waited: Duration::ZERO,
             has_scored: false,
@@ -247,14 +250,20 @@ impl Saving {
         }
     }
 
-    /// Ends a save whose checkpoint was committed. Returns how long training has waited for the save
+    /// Ends a save whose checkpoint of this step was committed. Returns how long training has waited for the save
     /// before it.
-    pub(crate) fn complete(&mut self) -> Duration {
+    pub(crate) fn complete(&mut self, step: u64) -> Duration {
+        self.committed = Some(step);
         // A hook's save says nothing about those that the configuration asks for.
         if self.before.take().is_some() {
             self.failed = Failed::default();
         }
         std::mem::take(&mut self.waited)
+    }
+
+    /// Returns the step of the last checkpoint that this run has committed.
+    pub(crate) fn committed(&self) -> Option<u64> {
+        self.committed
     }
 
     /// Notes how long training has waited for the save before the one that begins.

@@ -21,6 +21,8 @@ pub(crate) struct Copies {
     elsewhere: Vec<PathBuf>,
     /// The step of the last copy.
     last: Option<u64>,
+    /// The step of the last copy that was made.
+    made: Option<u64>,
     /// Whether the last copy was not made.
     has_failed: bool,
 }
@@ -83,7 +85,14 @@ impl Copies {
         let background = &*session.setup.background;
         let mut saver = AsyncSaver::on_hosts(open(place)?, background, hosts)?;
         saver.reserve(&request)?;
-        Ok(Some(Self { saver, every_n_steps, elsewhere, last: None, has_failed: false }))
+        Ok(Some(Self {
+            saver,
+            every_n_steps,
+            elsewhere,
+            last: None,
+            made: None,
+            has_failed: false,
+        }))
     }
 
     /// Waits for the copy under way. It may have failed, like the collectives of its generation.
@@ -106,14 +115,6 @@ fn place(bytes: u64) -> Result<Option<PathBuf>> {
     Ok(free(2))
 }
 
-/// Removes the copies that this host has, if newer ones could not be made: a checkpoint of a later
-/// step was committed.
-pub(crate) fn drop_old_copies(session: &Session) {
-    if session.copies.as_ref().is_some_and(|copies| copies.has_failed) && is_first_on_host() {
-        remove_states();
-    }
-}
-
 /// Begins a copy of the state after this step, if one is due. Collective.
 pub(crate) fn copy_if_due(session: &mut Session) -> Result<()> {
     let step = session.progress.step();
@@ -123,13 +124,14 @@ pub(crate) fn copy_if_due(session: &mut Session) -> Result<()> {
         return Ok(());
     }
     let request = whole_state(session, &copy_name(step))?;
-    let Session { copies: Some(copies), setup, .. } = session else { return Ok(()) };
+    let Session { copies: Some(copies), setup, saving, .. } = session else { return Ok(()) };
     copies.last = Some(step);
     let made = match copies.saver.wait() {
-        Ok(made) => {
-            copies.has_failed &= made.is_none();
-            made
+        Ok(Some(made)) => {
+            (copies.made, copies.has_failed) = (Some(made.step), false);
+            true
         }
+        Ok(None) => false,
         // The hosts still have the copy before.
         Err(error) if is_of_place(&**setup.fabric.world(), &error)? => {
             let is_first = !std::mem::replace(&mut copies.has_failed, true);
@@ -139,12 +141,16 @@ pub(crate) fn copy_if_due(session: &mut Session) -> Result<()> {
                      loss takes all steps since the copy before again"
                 );
             }
-            None
+            false
         }
         Err(error) => return Err(error),
     };
+    if copies.has_failed && saving.committed() > copies.made && is_first_on_host() {
+        // The checkpoint is newer than what the host has.
+        remove_states();
+    }
     copies.saver.start(request)?;
-    if made.is_some() {
+    if made {
         // All hosts have a copy in their new place.
         for place in copies.elsewhere.drain(..).filter(|place| place.is_dir()) {
             if let Err(error) = std::fs::remove_dir_all(&place) {

@@ -21,6 +21,6 @@ mod kept;
 mod states;
 
 pub(super) use agreement::{Recovered, agree, leave_if_invited, lose, number};
-pub(super) use copies::{Copies, copy_if_due, drop_old_copies};
+pub(super) use copies::{Copies, copy_if_due};
 pub(super) use kept::{Kept, RunSoFar, place_in_replica};
 pub(super) use states::{MemoryState, remove_states};

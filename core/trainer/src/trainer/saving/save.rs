@@ -6,7 +6,6 @@ use crate::fabric::{Fabric, OptimizerState};
 use crate::trainer::checkpoints::retention::RetainedCheckpoint;
 use crate::trainer::checkpoints::saved_state::SavedState;
 use crate::trainer::checkpoints::trainer_state::{GoesOn, TrainerState};
-use crate::trainer::elastic::drop_old_copies;
 use crate::trainer::module::hooks::Hook;
 use crate::trainer::module::runner::ModuleRunner;
 use crate::trainer::record::log_table::SavedStates;
@@ -290,8 +289,7 @@ fn settle(session: &mut Session, saved: Result<Option<SavedCheckpoint>>) -> Resu
     match saved {
         Ok(None) => Ok(()),
         Ok(Some(SavedCheckpoint { step, path, blocked })) => {
-            let blocked_s = (blocked + session.saving.complete()).as_secs_f64();
-            drop_old_copies(session);
+            let blocked_s = (blocked + session.saving.complete(step)).as_secs_f64();
             session.emit(&Event::Checkpoint { step, path: path.clone(), blocked_s })?;
             session.hook(Hook::AfterSaveCheckpoint(&path))
         }
