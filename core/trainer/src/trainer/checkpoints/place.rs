@@ -310,11 +310,13 @@ impl Saving {
         let (retention, names, saved) = (self.retention.clone(), self.names.clone(), self.saved);
         self.retention.add(step, name, score);
         self.saved = Some(step);
+        // Also those that are about to be removed: this process may be killed before.
+        let kept = self.kept();
         let mut remove = std::mem::take(&mut self.left);
         remove.extend(self.retention.take_expired());
         let (name, remove_later) = (name.to_owned(), remove.clone());
         self.before = Some(Before { retention, names, saved, name, remove: remove_later });
-        Ok((self.kept(), remove))
+        Ok((kept, remove))
     }
 
     /// Returns the checkpoints that the table `[checkpoint]` keeps.
