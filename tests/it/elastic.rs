@@ -151,13 +151,16 @@ fn full_memory_leaves_an_older_copy() {
         return;
     }
     let scratch = Scratch::with_tokens();
-    let job = undisturbed(&scratch, "fsdp", 2).set(&["trainer.max_steps=400"]);
+    let job = undisturbed(&scratch, "fsdp", 2).set(&["trainer.max_steps=250"]);
     let expected = job.succeed().losses();
     let running = job
         .set(&["trainer.elastic.replicas=1"])
         .mounting(
+            // Again and again, as each new copy removes one.
             "mount -t tmpfs -o size=32m none /dev/shm; \
-             (until [ -e fill ]; do sleep 0.02; done; head -c 32M /dev/zero > /dev/shm/fill) & \"$@\"",
+             (until [ -e fill ]; do sleep 0.02; done; \
+              for i in 1 2 3 4 5 6 7 8; do cat /dev/zero >> /dev/shm/fill || true; sleep 0.05; done) & \
+             \"$@\"",
         )
         .start();
     running.reach(10);
