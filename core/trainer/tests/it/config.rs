@@ -459,6 +459,7 @@ fn resolved_configuration_round_trips() {
     [checkpoint]
     save_last = true
     async_save = false
+    max_failed_saves = 0
     mode = "min"
     weights_only = false
     allow_other_data = false
