@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use super::harness::{Scratch, course, saved};
 
-/// A directory that has no space for the checkpoints of some steps, or with these names.
+/// A directory that refuses some checkpoints, as if it were full.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct FullConfig {

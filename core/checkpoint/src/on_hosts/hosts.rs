@@ -128,7 +128,7 @@ mod tests {
     }
 
     proptest! {
-        /// Without hosts of which no two follow each other, the files of all ranks are left.
+        /// All files are left if no two lost hosts follow each other in the ring.
         #[test]
         fn hosts_apart_may_be_lost(
             ids in prop::collection::vec(0_usize..6, 1..14),

@@ -45,12 +45,13 @@ pub(crate) struct Saving {
 }
 
 /// The checkpoints of a run before a save.
-struct Before {
+pub(crate) struct Before {
     retention: Retention,
     names: BTreeSet<String>,
     saved: Option<u64>,
-    /// The name of the new checkpoint, and the names to remove after its commit.
-    name: String,
+    /// The name of the new checkpoint.
+    pub(crate) name: String,
+    /// The names to remove after its commit.
     remove: Vec<String>,
 }
 
@@ -254,7 +255,7 @@ impl Saving {
     /// before it.
     pub(crate) fn complete(&mut self, step: u64) -> Duration {
         self.committed = Some(step);
-        // A hook's save says nothing about those that the configuration asks for.
+        // The saves of hooks are not counted.
         if self.before.take().is_some() {
             self.failed = Failed::default();
         }
@@ -271,21 +272,19 @@ impl Saving {
         self.waited = waited;
     }
 
-    /// Returns the name of the save under way if the run goes on after its failure.
-    pub(crate) fn may_fail(&self) -> Option<&str> {
-        let may = self.failed.count < self.config.max_failed_saves;
-        self.before.as_ref().filter(|_| may).map(|before| &*before.name)
+    /// Ends a save that failed. Returns the state before it, if the run may go on.
+    pub(crate) fn take_before(&mut self) -> Option<Before> {
+        let before = self.before.take();
+        before.filter(|_| self.failed.count < self.config.max_failed_saves)
     }
 
-    /// Ends a save that failed before or after its commit, and after which the run goes on. Returns
-    /// how many have failed in a row.
-    pub(crate) fn fail(&mut self, error: Error, is_committed: bool) -> u64 {
-        match self.before.take() {
-            Some(before) if is_committed => self.left = before.remove,
-            Some(Before { retention, names, saved, .. }) => {
-                (self.retention, self.names, self.saved) = (retention, names, saved);
-            }
-            None => {}
+    /// Goes on after a save that failed before or after its commit. Returns how many have failed in
+    /// a row.
+    pub(crate) fn go_on_after(&mut self, before: Before, error: Error, is_committed: bool) -> u64 {
+        let Before { retention, names, saved, remove, .. } = before;
+        match is_committed {
+            true => self.left = remove,
+            false => (self.retention, self.names, self.saved) = (retention, names, saved),
         }
         self.failed = Failed { count: self.failed.count + 1, last: Some(error) };
         self.failed.count
@@ -310,7 +309,7 @@ impl Saving {
         let (retention, names, saved) = (self.retention.clone(), self.names.clone(), self.saved);
         self.retention.add(step, name, score);
         self.saved = Some(step);
-        // Also those that are about to be removed: this process may be killed before.
+        // With the expired checkpoints, which a resumed run removes if this one is killed first.
         let kept = self.kept();
         let mut remove = std::mem::take(&mut self.left);
         remove.extend(self.retention.take_expired());

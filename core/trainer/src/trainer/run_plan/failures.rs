@@ -11,9 +11,9 @@ pub(super) struct Failures {
     pub(super) step_s: f64,
     /// Seconds between copies of shards in the memory of hosts.
     pub(super) copies_s: f64,
-    /// Seconds in which ranks that hold a whole state together send it to other hosts: all ranks,
-    /// and those of one replica.
+    /// Seconds in which all ranks send the state to other hosts, each a part.
     pub(super) transfer_s: f64,
+    /// Seconds in which the ranks of one replica do so.
     pub(super) replica_transfer_s: f64,
     /// Seconds to write a checkpoint, and to read one.
     pub(super) checkpoint_s: f64,

@@ -296,9 +296,7 @@ fn settle(session: &mut Session, saved: Result<Option<SavedCheckpoint>>) -> Resu
         Err(error) => {
             let step = session.progress.step();
             let error = unwritable(error, step);
-            let Some(name) = session.saving.may_fail().map(str::to_owned) else {
-                return Err(error);
-            };
+            let Some(before) = session.saving.take_before() else { return Err(error) };
             let world = &**session.setup.fabric.world();
             if !is_of_place(world, &error)? {
                 return Err(error);
@@ -308,10 +306,10 @@ fn settle(session: &mut Session, saved: Result<Option<SavedCheckpoint>>) -> Resu
                 0 => session.saving.io().list("").unwrap_or_default(),
                 _ => Vec::new(),
             };
-            let is_committed = there.iter().any(|entry| entry.name == name);
+            let is_committed = there.iter().any(|entry| entry.name == before.name);
             let is_committed = broadcast_object(world, &is_committed, 0)?;
             let message = error.to_string();
-            let count = session.saving.fail(error, is_committed);
+            let count = session.saving.go_on_after(before, error, is_committed);
             if session.setup.rank() == 0 {
                 let allowed = session.saving.config().max_failed_saves;
                 tracing::warn!(
