@@ -93,7 +93,7 @@ fn run_goes_on_until_the_disk_has_space() {
         scratch.file("make-space", "");
         let run = running.wait();
         assert_eq!(run.code(), Some(0), "{}", run.stderr);
-        assert!(run.stderr.contains("no checkpoint was saved: writing"), "{}", run.stderr);
+        assert!(run.stderr.contains("a save failed: writing"), "{}", run.stderr);
         assert!(run.stderr.contains("No space left on device"), "{}", run.stderr);
         let copy = scratch.path().join("copy");
         assert_eq!(newest(&copy), 300);

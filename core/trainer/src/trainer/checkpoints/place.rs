@@ -30,7 +30,7 @@ pub(crate) struct Saving {
     /// The state before the save under way, if it may fail.
     before: Option<Before>,
     failed: Failed,
-    /// The step of the last checkpoint that was committed.
+    /// The step of the last checkpoint of the table `[checkpoint]` that was committed.
     committed: Option<u64>,
     /// What saves that failed after their commit have not removed.
     left: Vec<String>,
@@ -251,18 +251,18 @@ impl Saving {
         }
     }
 
-    /// Ends a save whose checkpoint of this step was committed. Returns how long training has waited for the save
-    /// before it.
+    /// Ends a save whose checkpoint of this step was committed. Returns how long training has waited
+    /// for the save before it.
     pub(crate) fn complete(&mut self, step: u64) -> Duration {
-        self.committed = Some(step);
-        // The saves of hooks are not counted.
+        // The saves of hooks do not count: they may be weights alone.
         if self.before.take().is_some() {
             self.failed = Failed::default();
+            self.committed = Some(step);
         }
         std::mem::take(&mut self.waited)
     }
 
-    /// Returns the step of the last checkpoint that this run has committed.
+    /// Returns the step of the last checkpoint of the table `[checkpoint]` that was committed.
     pub(crate) fn committed(&self) -> Option<u64> {
         self.committed
     }

@@ -313,8 +313,7 @@ fn settle(session: &mut Session, saved: Result<Option<SavedCheckpoint>>) -> Resu
             if session.setup.rank() == 0 {
                 let allowed = session.saving.config().max_failed_saves;
                 tracing::warn!(
-                    "no checkpoint was saved: {message}. The run goes on; failed saves in a row: {count} of \
-                     {allowed} allowed"
+                    "a save failed: {message}. The run goes on; failed saves in a row: {count} of {allowed} allowed"
                 );
             }
             session.emit(&Event::SaveFailed { step, error: message })
