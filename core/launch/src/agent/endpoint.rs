@@ -170,7 +170,7 @@ fn host_one(options: &AgentOptions, key: &JobKey) -> Result<(Option<Hosted>, Opt
     if options.endpoints.len() == 1 && options.node_rank.is_some_and(|rank| rank > 0) {
         return Ok((None, None));
     }
-    let mut why = None;
+    let (all, mut why) = (listed(&options.endpoints), None);
     for (at, endpoint) in options.endpoints.iter().enumerate() {
         let addresses = match (endpoint.host.as_str(), endpoint.port).to_socket_addrs() {
             Ok(addresses) => addresses.collect(),
@@ -182,7 +182,7 @@ fn host_one(options: &AgentOptions, key: &JobKey) -> Result<(Option<Hosted>, Opt
                 )));
             }
         };
-        match host(endpoint, addresses, key, options.nodes.most > 1)? {
+        match host(endpoint, addresses, key, &all, options.nodes.most > 1)? {
             (Some(server), _) => return Ok((Some((at, server)), None)),
             (None, not_hosted) => why = why.or(not_hosted),
         }
@@ -191,11 +191,12 @@ fn host_one(options: &AgentOptions, key: &JobKey) -> Result<(Option<Hosted>, Opt
 }
 
 /// Hosts a seat's store, if the address is this host's and free. Returns the reason if it is this
-/// host's and not free.
+/// host's and not free. `all` is the list of the job's endpoints.
 fn host(
     endpoint: &Endpoint,
     addresses: Vec<SocketAddr>,
     key: &JobKey,
+    all: &str,
     several_hosts: bool,
 ) -> Result<(Option<StoreServer>, Option<String>)> {
     // Binding another port tells whether an address is this host's.
@@ -216,7 +217,8 @@ fn host(
             continue;
         }
         let policy = LostRankPolicy::ParentReports;
-        match StoreServer::bind(address, key.clone(), Nodes::LIMIT, policy) {
+        let values = [(ENDPOINTS, all.as_bytes())];
+        match StoreServer::bind_with_values(address, key.clone(), Nodes::LIMIT, policy, &values) {
             Ok(server) => return Ok((Some(server), None)),
             Err(error) => why = Some(error.to_string()),
         }
@@ -224,13 +226,12 @@ fn host(
     Ok((None, why))
 }
 
-/// The key of a seat's store for the endpoints that its agents were told.
+/// The key of a seat's store for the endpoints that its host was told.
 const ENDPOINTS: &str = "endpoints";
 
-/// Checks that this agent was told the same endpoints as the others. Their order numbers the seats.
+/// Checks that this agent was told the same endpoints as the seat's host. Their order numbers the seats.
 /// A single endpoint may have several names.
 fn check_endpoints(store: &dyn Store, own: &str) -> Result<()> {
-    store.compare_set(ENDPOINTS, None, own.as_bytes())?;
     let others = store.get(ENDPOINTS, Duration::ZERO)?;
     let others = String::from_utf8_lossy(&others);
     if others == own || !(own.contains(',') || others.contains(',')) {

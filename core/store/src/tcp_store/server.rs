@@ -60,16 +60,34 @@ impl StoreServer {
         world_size: usize,
         lost: LostRankPolicy,
     ) -> Result<Self> {
+        Self::bind_with_values(address, key, world_size, lost, &[])
+    }
+
+    /// As [`StoreServer::bind`], with keys that are set before the first client is served.
+    ///
+    /// # Errors
+    /// As [`StoreServer::bind`]; also if the values are too large for a store.
+    pub fn bind_with_values(
+        address: SocketAddr,
+        key: JobKey,
+        world_size: usize,
+        lost: LostRankPolicy,
+        values: &[(&str, &[u8])],
+    ) -> Result<Self> {
         if world_size > MAX_WORLD_SIZE {
             return Err(Error::Launch(format!(
                 "a job of {world_size} ranks is more than the store serves ({MAX_WORLD_SIZE}). Check \
                  trainer.devices and trainer.num_nodes, or WORLD_SIZE"
             )));
         }
+        let table = Table::new(world_size);
+        for (name, value) in values {
+            table.set(name, value.to_vec()).map_err(Error::Launch)?;
+        }
         let listener = TcpListener::bind(address).map_err(|e| bind_error(address, &e))?;
         let address = listener.local_addr().map_err(|e| bind_error(address, &e))?;
         let shared = Arc::new(Shared {
-            table: Table::new(world_size),
+            table,
             key,
             world_size,
             on_lost: lost,

@@ -302,6 +302,17 @@ fn huge_world_size_is_refused() {
 }
 
 #[test]
+fn first_client_finds_the_values() {
+    let lost = LostRankPolicy::Failed;
+    let values: [(&str, &[u8]); 1] = [("told", b"by the host")];
+    let server = StoreServer::bind_with_values(loopback(), key(), 1, lost, &values).unwrap();
+    assert_eq!(server.value("told").unwrap(), b"by the host");
+    let client = client(&server, 0, 1);
+    assert_eq!(client.get("told", Duration::ZERO).unwrap(), b"by the host");
+    assert!(!client.compare_set("told", None, b"by a client").unwrap());
+}
+
+#[test]
 fn early_rank_waits_for_the_server() {
     let address = server(1).address();
     std::thread::scope(|scope| {
