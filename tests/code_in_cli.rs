@@ -285,8 +285,8 @@ fn records_name_what_went_wrong() {
     assert_eq!(circle[0].calls[&1].op, "barrier");
 }
 
-/// A weight that changes on one rank is found. If it is found at once, an elastic training goes on as
-/// if it had not changed.
+/// A weight that changes on one rank is found. If it is found at once, an elastic training goes on
+/// as if it had not changed.
 fn changed_bits_are_found() {
     let directory = tempfile::tempdir().unwrap();
     let sets = ["trainer.strategy=ddp", "trainer.check_replicas_every_n_steps=2"];

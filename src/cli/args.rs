@@ -283,8 +283,8 @@ struct PlanArgs {
     #[arg(long, value_name = "FILE")]
     page: Option<PathBuf>,
 
-    /// Plan other meshes, micro-batches, precisions and activations too, and print those that no other
-    /// beats in both memory and items a second
+    /// Plan other meshes, micro-batches, precisions and activations too, and print those that no
+    /// other beats in both memory and items a second
     #[arg(long, conflicts_with_all = ["check", "page"])]
     search: bool,
 

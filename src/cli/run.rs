@@ -149,7 +149,8 @@ impl Cli {
     }
 
     /// Sets defaults of the configuration, as TOML text. Files and overrides win. Those of
-    /// `[model]` do not count with the module's [`pretrained_key`](LightningModule::pretrained_key).
+    /// `[model]` do not count with the module's
+    /// [`pretrained_key`](LightningModule::pretrained_key).
     #[must_use]
     pub fn with_defaults(self, toml: &str) -> Self {
         self.with_default_table(

@@ -56,7 +56,8 @@ pub struct ModelParallel {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tensor_parallel_size: Option<Size>,
     /// Number of ranks with different experts, by default one. It divides the number of ranks that
-    /// share parameters (shards times context). Rows go to the ranks of their experts and come back.
+    /// share parameters (shards times context). Rows go to the ranks of their experts and come
+    /// back.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub expert_parallel_size: Option<usize>,
     /// Number of ranks with stages of the model of their own, which see the same data; by default

@@ -42,7 +42,8 @@ pub fn program() -> PathBuf {
     example("pretrain", "fulgurite")
 }
 
-/// The program that links the plugins of `examples/plugin-crate`, built by `cargo test --workspace`.
+/// The program that links the plugins of `examples/plugin-crate`, built by
+/// `cargo test --workspace`.
 pub fn plugin_program() -> PathBuf {
     example("train", "fulgurite-local-sgd")
 }

@@ -72,8 +72,8 @@ pub struct NameRules {
     /// Patterns and their replacements; the first pattern that matches is applied. A pattern that
     /// stands there several times gives a tensor several names, so that it fills several
     /// parameters: see [`apply_all`](Self::apply_all). A replacement takes the place of the
-    /// first segments that the pattern names, as [`find_pattern`] finds them, and the rest of the name
-    /// stays. Each `*` of the replacement stands for the match of its counterpart. An empty
+    /// first segments that the pattern names, as [`find_pattern`] finds them, and the rest of the
+    /// name stays. Each `*` of the replacement stands for the match of its counterpart. An empty
     /// replacement takes the segments away, `*` to `model.*` puts `model` in front, and a pattern
     /// with a dot in front matches from the beginning alone.
     pub rename: Vec<(String, String)>,
@@ -117,8 +117,8 @@ impl NameRules {
     /// ```
     ///
     /// # Errors
-    /// As [`clean_tensor_name`]; if a replacement has more `*` than its pattern; if a resulting name
-    /// is empty.
+    /// As [`clean_tensor_name`]; if a replacement has more `*` than its pattern; if a resulting
+    /// name is empty.
     pub fn apply_all(&self, name: &str) -> Result<Vec<String>> {
         let mut new = if self.clean { clean_tensor_name(name)? } else { name.to_owned() };
         if let Some(rest) = self.prefix_strip.as_deref().and_then(|p| new.strip_prefix(p)) {

@@ -120,8 +120,8 @@ impl<S: TensorSource> PackedSource<S> {
         Self { source, weights, unreadable }
     }
 
-    /// Reads the region of a stack of transposed matrices, one after the other: its rows are columns
-    /// of the codes.
+    /// Reads the region of a stack of transposed matrices, one after the other: its rows are
+    /// columns of the codes.
     fn read_mxfp4(
         &self,
         name: &str,

@@ -59,8 +59,8 @@ pub trait TensorSource: Send + Sync {
         self.read_into(name, region, target)
     }
 
-    /// Returns the stored bytes of the part `region` of a tensor whose elements have 8 bits, such as
-    /// F8. They are in the order of [`read`](Self::read).
+    /// Returns the stored bytes of the part `region` of a tensor whose elements have 8 bits, such
+    /// as F8. They are in the order of [`read`](Self::read).
     ///
     /// # Errors
     /// As [`read`](Self::read); if elements have another size, or this source reads values only.

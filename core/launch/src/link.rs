@@ -192,8 +192,8 @@ pub fn note_work(work: &str) -> Result<()> {
     to.map_or(Ok(()), |to| to.client.set(WORK_KEY, work.as_bytes()))
 }
 
-/// Returns what rank 0 of an earlier generation has [noted](note_work), as far as this process's agent
-/// knows.
+/// Returns what rank 0 of an earlier generation has [noted](note_work), as far as this process's
+/// agent knows.
 pub fn noted_work() -> Option<String> {
     membership()?.link.agent.as_ref()?.link.work.clone()
 }

@@ -423,8 +423,8 @@ impl Ranks {
         }
     }
 
-    /// Kills ranks that are stopped while this process runs: they keep the others waiting. A terminal
-    /// stops this process too (Ctrl-Z).
+    /// Kills ranks that are stopped while this process runs: they keep the others waiting. A
+    /// terminal stops this process too (Ctrl-Z).
     fn end_stopped_ranks(&mut self) {
         if self.elastic.is_none() || self.failed.is_some() {
             return;

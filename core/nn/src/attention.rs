@@ -140,8 +140,8 @@ impl CausalSelfAttention {
     ///
     /// # Errors
     /// If a size is 0, if the heads do not divide into groups, if `rope` is for another head size,
-    /// or if `scale`, `softcap` or the norms' `eps` are numbers that no layer computes with. Also if
-    /// the builder's path has a layer already.
+    /// or if `scale`, `softcap` or the norms' `eps` are numbers that no layer computes with. Also
+    /// if the builder's path has a layer already.
     pub fn new(b: &ModuleBuilder, config: &AttentionConfig) -> Result<Self> {
         let AttentionConfig { hidden_size, num_heads, num_kv_heads, head_dim, .. } = *config;
         let wrong = |message: String| Err(Error::module(b.path(), message));

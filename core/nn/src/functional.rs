@@ -60,8 +60,8 @@ pub fn relu(x: &Tensor) -> Result<Tensor> {
 /// `log(1 + exp(x))`, like `torch.nn.functional.softplus`: the cross entropy of the logit `x` with
 /// the target 0, and `-log sigmoid(-x)`.
 ///
-/// Its slope is `sigmoid(x)`, at 0 too. A formula of `relu` and `abs` has another slope there, since
-/// candle takes 1 for the slopes of both.
+/// Its slope is `sigmoid(x)`, at 0 too. A formula of `relu` and `abs` has another slope there,
+/// since candle takes 1 for the slopes of both.
 pub fn softplus(x: &Tensor) -> Result<Tensor> {
     let saved = x.detach();
     let y = (saved.relu()? + (saved.abs()?.neg()?.exp()? + 1.0)?.log()?)?;

@@ -13,13 +13,14 @@ use fulgurite_engine::execution;
 /// The keys and values that the attention layers of a model computed for the tokens of some
 /// sequences, so that a forward of the next tokens computes these tokens only.
 ///
-/// Within [`forward`](Self::forward), tokens of several sequences are one row, `[1, tokens]`, without
-/// padding between them. [`CausalSelfAttention`](crate::CausalSelfAttention) adds their keys and
-/// values and attends to all tokens of the same sequence. A tensor-parallel rank holds its heads.
+/// Within [`forward`](Self::forward), tokens of several sequences are one row, `[1, tokens]`,
+/// without padding between them. [`CausalSelfAttention`](crate::CausalSelfAttention) adds their
+/// keys and values and attends to all tokens of the same sequence. A tensor-parallel rank holds its
+/// heads.
 ///
 /// On the CPU, the bits of a sequence do not depend on the other sequences of the forward. Products
-/// of fewer than 16 tokens sum each row alone, and larger ones are computed a sequence at a time. On
-/// other devices, and under plans that cut the sequence, sums depend on the number of tokens.
+/// of fewer than 16 tokens sum each row alone, and larger ones are computed a sequence at a time.
+/// On other devices, and under plans that cut the sequence, sums depend on the number of tokens.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -61,7 +62,8 @@ struct Row {
 /// Keys and values of each sequence, by the path of the attention layer.
 type Layers = Mutex<HashMap<String, Vec<Option<KeysAndValues>>>>;
 
-/// Keys and values of a sequence, each `[heads of this rank, capacity, head_dim]`. Keys are rotated.
+/// Keys and values of a sequence, each `[heads of this rank, capacity, head_dim]`. Keys are
+/// rotated.
 #[derive(Debug, Clone)]
 pub(crate) struct KeysAndValues {
     pub(crate) keys: Tensor,
@@ -101,8 +103,8 @@ impl KvCache {
     /// A cache for sequences of up to these numbers of tokens. Memory is allocated when a layer
     /// first needs it.
     ///
-    /// Rotary embeddings take the capacity as the length of the sequence, if their frequencies depend
-    /// on it.
+    /// Rotary embeddings take the capacity as the length of the sequence, if their frequencies
+    /// depend on it.
     ///
     /// # Errors
     /// If a capacity is 0.
@@ -149,8 +151,8 @@ impl KvCache {
     /// belong to no sequence and whose values do not count. Padding keeps ranks without tokens in
     /// step with others.
     ///
-    /// If it succeeds, the tokens belong to their sequences. Gradients must be off. Collective if the
-    /// forward is.
+    /// If it succeeds, the tokens belong to their sequences. Gradients must be off. Collective if
+    /// the forward is.
     ///
     /// # Errors
     /// As `compute`. If a sequence is unknown, freed or named twice, or if its tokens are none or

@@ -81,8 +81,8 @@ impl ProjectionNorm {
         }
     }
 
-    /// Returns the number of elements of a row on all ranks, if ranks share rows. Heads that several
-    /// ranks hold count for each of them.
+    /// Returns the number of elements of a row on all ranks, if ranks share rows. Heads that
+    /// several ranks hold count for each of them.
     fn shared(&self, attention: &LayerHandle, rows: &Tensor) -> Result<Option<f64>> {
         let shared = self.scope == QkNormScope::Projection && attention.output_is_partial();
         let ranks = attention.rank_and_size().1;

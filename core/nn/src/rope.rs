@@ -117,8 +117,8 @@ impl Rope {
         self.0.config.rotary_dim
     }
 
-    /// Rotates `x` (`[.., time, head_dim]`), with positions from `offset` on. The sequence ends with
-    /// the last position.
+    /// Rotates `x` (`[.., time, head_dim]`), with positions from `offset` on. The sequence ends
+    /// with the last position.
     ///
     /// # Errors
     /// If the last dimension is not `head_dim`. Also under context parallelism, where a rank's

@@ -191,8 +191,8 @@ impl RopeScaling {
         }
     }
 
-    /// Returns the angle per position of each of the `rotary_dim / 2` pairs, in radians, for sequences
-    /// of `length` tokens.
+    /// Returns the angle per position of each of the `rotary_dim / 2` pairs, in radians, for
+    /// sequences of `length` tokens.
     pub fn frequencies(&self, config: &RopeConfig, length: usize) -> Vec<f64> {
         let (half, theta) = (config.rotary_dim / 2, config.theta);
         let dim = config.rotary_dim as f64;

@@ -176,8 +176,8 @@ struct AdafactorOptimizer {
     schedule: f64,
 }
 
-/// Times that a step reads or writes each gradient and value: a gradient twice for each of two sums,
-/// and both for the update.
+/// Times that a step reads or writes each gradient and value: a gradient twice for each of two
+/// sums, and both for the update.
 const PASSES: usize = 7;
 
 /// A parameter in a step.

@@ -21,10 +21,11 @@ use fulgurite_tensor::execution::transfer;
 /// Schedule-free AdamW (Defazio et al., 2024), computed in the order of `AdamWScheduleFree` of the
 /// package `schedulefree` 1.4: `optimizer.type = "schedule_free_adamw"`.
 ///
-/// An average replaces the schedule (`scheduler.type = "constant"`); `warmup_steps` remains. Training
-/// computes gradients at the weights `y`, and evaluations take the weights `x`, a weighted mean of
-/// all `z`: `y = beta1 x + (1 - beta1) z`. [`Optimizer::set_training`] puts `x` or `y` in place;
-/// the trainer does so for validations, for saving and at the end. Checkpoints have `x` as weights.
+/// An average replaces the schedule (`scheduler.type = "constant"`); `warmup_steps` remains.
+/// Training computes gradients at the weights `y`, and evaluations take the weights `x`, a weighted
+/// mean of all `z`: `y = beta1 x + (1 - beta1) z`. [`Optimizer::set_training`] puts `x` or `y` in
+/// place; the trainer does so for validations, for saving and at the end. Checkpoints have `x` as
+/// weights.
 ///
 /// State: `z`, `exp_avg_sq`, and in checkpoints `y`, which training goes on with to the bit. Steps
 /// are counted once for all parameters, as in the package.

@@ -50,8 +50,9 @@ pub struct TextDataConfig {
     /// `text_key`): `"error"` ends the run, `"skip"` leaves them out. The start of a run reports
     /// how many were left out. Files in a folder of text are always skipped.
     pub on_error: OnError,
-    /// `"bytes"`, or a Hugging Face `tokenizer.json`, a folder with one, or a repository in the local
-    /// Hub cache. By default no tokenizer for type `"tokens"`, and `"bytes"` for every other type.
+    /// `"bytes"`, or a Hugging Face `tokenizer.json`, a folder with one, or a repository in the
+    /// local Hub cache. By default no tokenizer for type `"tokens"`, and `"bytes"` for every other
+    /// type.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<String>,
     /// The token that ends each document, by its name in `tokenizer`. By default the token that

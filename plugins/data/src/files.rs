@@ -26,8 +26,8 @@ pub(crate) struct Documents<'a> {
     /// Bytes of text after which no more is read.
     pub(crate) enough: usize,
     pub(crate) report: &'a mut SourceReport,
-    /// Bytes of all files, which [`read`](Self::read) sets, without those that were left out. After a
-    /// partial read, the rest counts if it begins as text.
+    /// Bytes of all files, which [`read`](Self::read) sets, without those that were left out. After
+    /// a partial read, the rest counts if it begins as text.
     pub(crate) file_bytes: u64,
     /// Bytes of the files that were read; of the last one only its text so far.
     pub(crate) seen_bytes: u64,

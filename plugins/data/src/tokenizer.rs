@@ -208,8 +208,8 @@ impl Tokenizer {
         }
     }
 
-    /// The id that the tokenizer itself puts behind a text that an encoder reads, as T5's does; `None`
-    /// if it puts none there.
+    /// The id that the tokenizer itself puts behind a text that an encoder reads, as T5's does;
+    /// `None` if it puts none there.
     pub fn added_end(&self) -> Option<u32> {
         match &self.0 {
             Kind::Bytes => None,

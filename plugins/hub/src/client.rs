@@ -21,8 +21,8 @@ pub struct Hub {
     endpoint: String,
     token: Option<String>,
     pub(crate) pauses: Vec<Duration>,
-    /// A connection that sends a file is given up after this time, and the rest of the file is asked
-    /// for. So a silent server is left, and a slow one goes on.
+    /// A connection that sends a file is given up after this time, and the rest of the file is
+    /// asked for. So a silent server is left, and a slow one goes on.
     body_timeout: Duration,
 }
 

@@ -45,8 +45,8 @@ impl Hub {
     /// may download the same: each file is received by one.
     ///
     /// Lengths are checked, and contents by the hash that the server gives: SHA-256 of weights, and
-    /// of other files Git's hash or SHA-1. The name of a branch or tag is written last, so by it [`Cache::find`] finds what was
-    /// downloaded to the end.
+    /// of other files Git's hash or SHA-1. The name of a branch or tag is written last, so by it
+    /// [`Cache::find`] finds what was downloaded to the end.
     ///
     /// # Errors
     /// If the server cannot be reached after several attempts, refuses, or sends something else

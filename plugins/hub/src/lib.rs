@@ -2,8 +2,8 @@
 //! and downloads into it.
 //!
 //! Training reads the cache and never the network: [`Cache::find`] is what
-//! `model.from_pretrained = "owner/name"` does. `Hub::download` is for a command of its own, and needs
-//! the feature `download`, which is on by default.
+//! `model.from_pretrained = "owner/name"` does. `Hub::download` is for a command of its own, and
+//! needs the feature `download`, which is on by default.
 //!
 //! ```no_run
 //! # #[cfg(feature = "download")] {

@@ -1,7 +1,7 @@
 //! Servers that receive logged values over HTTP.
 //!
-//! Training never waits for a server: a bounded [`Queue`] holds the logged values, and a thread sends
-//! them in batches. Only the end of a run waits, and not for long.
+//! Training never waits for a server: a bounded [`Queue`] holds the logged values, and a thread
+//! sends them in batches. Only the end of a run waits, and not for long.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -66,7 +66,8 @@ pub(crate) struct Failure {
     pub(crate) code: Option<String>,
     /// Whether a retry may succeed.
     pub(crate) transient: bool,
-    /// Number of items that the server has taken nevertheless: of a transient failure the first ones.
+    /// Number of items that the server has taken nevertheless: of a transient failure the first
+    /// ones.
     pub(crate) taken: usize,
 }
 

@@ -77,9 +77,9 @@ impl PeftAdapter {
     /// Writes the directory, whose files are replaced. Not collective.
     ///
     /// # Errors
-    /// If only some parts of a fused layer have magnitudes, biases or trained weights, which PEFT has
-    /// once for the layer. If an expert has an adapter, ranks differ, a tensor is damaged, or a file
-    /// cannot be written.
+    /// If only some parts of a fused layer have magnitudes, biases or trained weights, which PEFT
+    /// has once for the layer. If an expert has an adapter, ranks differ, a tensor is damaged, or a
+    /// file cannot be written.
     pub fn write(&self, directory: &Path) -> Result<PeftWritten> {
         let mut written = Written::default();
         for (layer, parts) in self.layers()? {

@@ -8,9 +8,10 @@
 //! # let _ = config;
 //! ```
 //!
-//! **It has never run between GPUs**, only with one rank. The tests replace NCCL with a library of the same interface, and
-//! CUDA streams with streams that run in random order (`plugins/nccl/fake`). They cover everything
-//! except `cuda`. Training runs with that library and `cuda` on emulated GPUs (`.ci/gpu`).
+//! **It has never run between GPUs**, only with one rank. The tests replace NCCL with a library of
+//! the same interface, and CUDA streams with streams that run in random order
+//! (`plugins/nccl/fake`). They cover everything except `cuda`. Training runs with that library and
+//! `cuda` on emulated GPUs (`.ci/gpu`).
 //!
 //! NCCL is loaded when a group is made, so one program runs with and without it. The cargo feature
 //! `cuda` adds the device. Without the feature the crate builds everywhere, and a run with `nccl`

@@ -81,7 +81,8 @@ pub(crate) struct Convert {
     /// Number of shards of a distributed checkpoint [default: 1]
     #[arg(long, value_name = "N")]
     shards: Option<usize>,
-    /// The directory of an adapter's base, for GGUF and PEFT [default: as `adapter_config.json` says]
+    /// The directory of an adapter's base, for GGUF and PEFT [default: as `adapter_config.json`
+    /// says]
     #[arg(long, value_name = "DIR")]
     base: Option<PathBuf>,
     /// Write a GGUF file without a tokenizer

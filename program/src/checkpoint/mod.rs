@@ -31,7 +31,8 @@ pub(crate) enum Command {
     Diff(diff::Diff),
     /// Make a full checkpoint: whole tensors in files that `transformers` and candle load
     Consolidate(convert::Consolidate),
-    /// Make a checkpoint of another format, dtype or with other names, a GGUF file or PEFT's adapter
+    /// Make a checkpoint of another format, dtype or with other names, a GGUF file or PEFT's
+    /// adapter
     Convert(convert::Convert),
     /// Make a distributed checkpoint of another number of shards
     Reshard(convert::Reshard),

@@ -1,5 +1,5 @@
-//! Models that `fulgurite` trains, converts and serves, in `transformers`, llama.cpp and lm-eval, and
-//! trainings beside TRL's.
+//! Models that `fulgurite` trains, converts and serves, in `transformers`, llama.cpp and lm-eval,
+//! and trainings beside TRL's.
 //! Requires a Python with them:
 //!
 //! ```sh

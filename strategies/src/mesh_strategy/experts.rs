@@ -12,8 +12,8 @@ use fulgurite_error::{Error, Result};
 /// The ranks that have the same experts as this one. Each holds a shard of them.
 ///
 /// Of the ranks that share a model's parameters, `size` neighbours have all experts together. Rank
-/// `c` along that dimension has part `c % size`, and shard `c / size` of it, as in torchtitan's mesh
-/// of `efsdp` × `ep`.
+/// `c` along that dimension has part `c % size`, and shard `c / size` of it, as in torchtitan's
+/// mesh of `efsdp` × `ep`.
 #[derive(Clone)]
 pub(super) struct ExpertShards(Arc<dyn ProcessGroup>);
 

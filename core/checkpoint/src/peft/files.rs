@@ -98,8 +98,8 @@ fn peft_name(tree: &ModuleTree, fqn: &str) -> String {
     }
 }
 
-/// Writes the directory of an adapter in PEFT's format from its tensors, by their names in the model
-/// (`layers.0.mlp.lora_A.weight`). Existing files are replaced. Not collective.
+/// Writes the directory of an adapter in PEFT's format from its tensors, by their names in the
+/// model (`layers.0.mlp.lora_A.weight`). Existing files are replaced. Not collective.
 ///
 /// # Errors
 /// If the directory cannot be written.

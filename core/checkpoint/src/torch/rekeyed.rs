@@ -56,8 +56,8 @@ impl RekeyedOptimizer {
         self.steps
     }
 
-    /// Sets the number of steps for the schedule. The state's own number stays; only SGD's state has
-    /// none.
+    /// Sets the number of steps for the schedule. The state's own number stays; only SGD's state
+    /// has none.
     #[must_use]
     pub fn with_steps(mut self, steps: u64) -> Self {
         self.steps = steps;

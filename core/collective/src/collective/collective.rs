@@ -92,7 +92,8 @@ impl AllToAll {
         self.parts(size, |counts, peer| counts[rank][peer])
     }
 
-    /// The elements of the output that rank `rank` of `size` receives from each rank, in rank order.
+    /// The elements of the output that rank `rank` of `size` receives from each rank, in rank
+    /// order.
     pub fn received(&self, rank: usize, size: usize) -> Vec<Range<usize>> {
         self.parts(size, |counts, peer| counts[peer][rank])
     }

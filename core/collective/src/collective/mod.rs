@@ -2,10 +2,10 @@
 //!
 //! Transports implement [`ProcessGroup`]; a [`ProcessGroupConfig`] makes one from a configuration.
 //! [`Solo`] is the group of one rank, which communicates nothing. An [`Interceptor`] sees a group's
-//! calls first: [`Counter`] counts calls and bytes, a [`flight`] record has the last calls, and with
-//! [`Abandonment`] ranks leave a step together. [`Agreement`] compares values that all ranks must
-//! share. [`Timing`] asks for a device's times. [`check`] has the argument checks of all transports.
-//! Ranks find each other over a job's [`Store`].
+//! calls first: [`Counter`] counts calls and bytes, a [`flight`] record has the last calls, and
+//! with [`Abandonment`] ranks leave a step together. [`Agreement`] compares values that all ranks
+//! must share. [`Timing`] asks for a device's times. [`check`] has the argument checks of all
+//! transports. Ranks find each other over a job's [`Store`].
 
 mod abandon;
 mod agreement;

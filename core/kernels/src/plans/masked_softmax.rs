@@ -3,8 +3,8 @@
 use super::attention::small;
 use crate::{In, Out, Plan, table};
 
-/// The address of a mask (u8) or a bias (f32), 0 for none, and its strides over sequences, heads and
-/// queries: 0 where one value is for all.
+/// The address of a mask (u8) or a bias (f32), 0 for none, and its strides over sequences, heads
+/// and queries: 0 where one value is for all.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Broadcast {
     /// The address.
@@ -13,8 +13,8 @@ pub struct Broadcast {
     pub strides: [u32; 3],
 }
 
-/// Replaces scores, `[batch, heads, queries, keys]`, by probabilities: one launch. A query sees keys
-/// whose mask is not 0. Without any its row becomes zeros.
+/// Replaces scores, `[batch, heads, queries, keys]`, by probabilities: one launch. A query sees
+/// keys whose mask is not 0. Without any its row becomes zeros.
 pub fn masked_softmax(scores: u64, sizes: [usize; 4], mask: Broadcast, bias: Broadcast) -> Plan {
     let mut plan = Plan::default();
     let [batch, heads, queries, keys] = sizes;
@@ -38,8 +38,8 @@ pub fn masked_softmax(scores: u64, sizes: [usize; 4], mask: Broadcast, bias: Bro
     plan
 }
 
-/// Replaces the gradient of probabilities, `[rows, keys]`, by the gradient of scores, times `scale`:
-/// one launch.
+/// Replaces the gradient of probabilities, `[rows, keys]`, by the gradient of scores, times
+/// `scale`: one launch.
 pub fn masked_softmax_backward(
     probabilities: u64,
     grad: u64,

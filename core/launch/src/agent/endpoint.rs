@@ -229,8 +229,8 @@ fn host(
 /// The key of a seat's store for the endpoints that its host was told.
 const ENDPOINTS: &str = "endpoints";
 
-/// Checks that this agent was told the same endpoints as the seat's host. Their order numbers the seats.
-/// A single endpoint may have several names.
+/// Checks that this agent was told the same endpoints as the seat's host. Their order numbers the
+/// seats. A single endpoint may have several names.
 fn check_endpoints(store: &dyn Store, own: &str) -> Result<()> {
     let others = store.get(ENDPOINTS, Duration::ZERO)?;
     let others = String::from_utf8_lossy(&others);

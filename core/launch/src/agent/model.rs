@@ -1,6 +1,6 @@
-//! All interleavings of an elastic job on few nodes: losses, agents that are late, a coordinator that
-//! decides early. The generations and invitations are those of the program; agents and processes are
-//! modelled.
+//! All interleavings of an elastic job on few nodes: losses, agents that are late, a coordinator
+//! that decides early. The generations and invitations are those of the program; agents and
+//! processes are modelled.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::time::Duration;

@@ -10,8 +10,8 @@ use crate::Result;
 /// for example the bias that balances experts, by their loads.
 ///
 /// Declared with [`ModuleBuilder::after_step`]. The runtime sums the values of all layers over the
-/// data- and context-parallel ranks of all stages in one collective. While replicas train apart, the
-/// ranks of each replica sum theirs.
+/// data- and context-parallel ranks of all stages in one collective. While replicas train apart,
+/// the ranks of each replica sum theirs.
 pub trait AfterStep: Debug + Send + Sync {
     /// Returns this rank's values since the last call, and forgets them. Every rank returns equally
     /// many. They are of this rank's forwards: zeros if another stage computes the layer. Also

@@ -41,8 +41,8 @@ pub(super) struct GraphEntry {
 }
 
 impl GraphEntry {
-    /// Creates the entry of a call that was `given` these tensors. The `tracked` ones get gradients.
-    /// Aliases continue the graph in their tensors' place.
+    /// Creates the entry of a call that was `given` these tensors. The `tracked` ones get
+    /// gradients. Aliases continue the graph in their tensors' place.
     pub(super) fn new(
         unit: &UnitHandle,
         (given, tracked): (&[Tensor], &[bool]),

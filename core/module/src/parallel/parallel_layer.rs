@@ -61,8 +61,8 @@ pub trait ParallelLayer: fmt::Debug + Send + Sync + 'static {
         &[]
     }
 
-    /// Whether the layer returns its input in every forward, unless a plan redistributes it. Dropout
-    /// with probability 0 does.
+    /// Whether the layer returns its input in every forward, unless a plan redistributes it.
+    /// Dropout with probability 0 does.
     fn returns_input(&self) -> bool {
         false
     }

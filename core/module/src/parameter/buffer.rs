@@ -229,8 +229,8 @@ impl Buffer {
         self.overwrite(values)
     }
 
-    /// Replaces the values in place, converting their dtype, outside of forwards: after a step, with
-    /// the same values on all ranks, or for all ranks' buffers to become equal.
+    /// Replaces the values in place, converting their dtype, outside of forwards: after a step,
+    /// with the same values on all ranks, or for all ranks' buffers to become equal.
     ///
     /// # Errors
     /// If the values have another shape, or the model was not set up.

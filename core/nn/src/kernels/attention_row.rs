@@ -1,5 +1,5 @@
-//! Attention of one query on the CPU. Its bits depend on the query, its keys and values, and the CPU
-//! alone.
+//! Attention of one query on the CPU. Its bits depend on the query, its keys and values, and the
+//! CPU alone.
 
 use pulp::{Simd, WithSimd};
 

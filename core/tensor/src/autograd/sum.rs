@@ -57,8 +57,8 @@ fn sum_of_elements<T: HostElement + bytemuck::Zeroable + Send + Sync>(
     Ok(Tensor::from_vec(values, a.shape(), a.device())?)
 }
 
-/// Returns `a + b` in new memory, outside the graph. candle computes it on GPUs, of integers, and of
-/// tensors that are not contiguous.
+/// Returns `a + b` in new memory, outside the graph. candle computes it on GPUs, of integers, and
+/// of tensors that are not contiguous.
 ///
 /// # Errors
 /// If the shapes, dtypes or devices differ.
@@ -102,8 +102,8 @@ pub fn add_into(target: &Tensor, x: &Tensor) -> Result<()> {
 }
 
 /// Returns `factor * x` outside the graph, computed in f32 for 16-bit floats and rounded to nearest
-/// even: PyTorch's product of a tensor and a number. candle rounds the factor to the tensor's dtype.
-/// The result is `x` itself if the factor is 1, and else in new memory.
+/// even: PyTorch's product of a tensor and a number. candle rounds the factor to the tensor's
+/// dtype. The result is `x` itself if the factor is 1, and else in new memory.
 ///
 /// # Errors
 /// If candle cannot multiply the dtype.

@@ -165,8 +165,8 @@ impl Fabric {
         })
     }
 
-    /// Returns the seed, the ranks and the sizes that data modules need, such as the number of ranks
-    /// with different samples (Lightning's `distributed_sampler_kwargs`).
+    /// Returns the seed, the ranks and the sizes that data modules need, such as the number of
+    /// ranks with different samples (Lightning's `distributed_sampler_kwargs`).
     ///
     /// # Errors
     /// If the mesh lacks the dimension `data_parallel`.

@@ -18,8 +18,8 @@ pub trait OptimizerState {
     fn state_tensors(&mut self) -> Result<Vec<StateTensor>>;
 
     /// Whether state tensors hold the weights of training, because checkpoints have others
-    /// ([`Optimizer::averages_weights`](fulgurite_engine::optim::Optimizer::averages_weights)). Then
-    /// load the model before the state.
+    /// ([`Optimizer::averages_weights`](fulgurite_engine::optim::Optimizer::averages_weights)).
+    /// Then load the model before the state.
     fn averages_weights(&self) -> bool;
 
     /// Returns the state that is not a tensor, by name.

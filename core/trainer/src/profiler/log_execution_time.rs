@@ -8,7 +8,8 @@ use tracing::Level;
 /// Logs its lifetime when dropped, in the target `fulgurite::time` at level `debug`.
 ///
 /// Reads the clock only if that target is enabled.
-/// [`Measurements::log_execution_time`](crate::fabric::Measurements::log_execution_time) creates it.
+/// [`Measurements::log_execution_time`](crate::fabric::Measurements::log_execution_time) creates
+/// it.
 #[derive(Debug)]
 #[must_use = "the time that is logged is that until the guard is dropped"]
 pub struct LogExecutionTime {

@@ -16,8 +16,8 @@ fulgurite_config::config_struct! {
     #[derive(Debug, Clone, PartialEq)]
     pub struct AdapterConfig {
         /// The layers that get an adapter: patterns of linear layers and embeddings, such as
-        /// `["q_proj", "v_proj"]`, or `"all-linear"`: all linear layers but those of the head, which
-        /// is called `lm_head`, `score` or `classifier`, and of `modules_to_save`.
+        /// `["q_proj", "v_proj"]`, or `"all-linear"`: all linear layers but those of the head,
+        /// which is called `lm_head`, `score` or `classifier`, and of `modules_to_save`.
         pub targets: AdapterTargets = AdapterTargets::default(),
         /// The inner dimension of each adapter (PEFT's `r`); by default 8.
         pub rank: Option<usize> = None,

@@ -135,11 +135,11 @@ fulgurite_config::config_struct! {
         /// Whether rank 0 shows the model and its progress on stderr, both from the command line
         /// and from code: bars on a terminal, lines elsewhere.
         pub enable_progress_bar: bool = true,
-        /// Whether rank 0 plans the run before its first step, as `fulgurite plan` does, so that the
-        /// summary compares the plan with what was taken.
+        /// Whether rank 0 plans the run before its first step, as `fulgurite plan` does, so that
+        /// the summary compares the plan with what was taken.
         pub enable_plan: bool = true,
-        /// The hardware of that plan's step time: a name or file, as for `fulgurite plan --hardware`;
-        /// by default `cpu`.
+        /// The hardware of that plan's step time: a name or file, as for
+        /// `fulgurite plan --hardware`; by default `cpu`.
         pub plan_hardware: Option<String> = None,
         /// The reaction to a trainable parameter without a gradient in the first step. In later
         /// steps the optimizer leaves such a parameter alone, unless this is `"zero"`.
@@ -172,14 +172,14 @@ fulgurite_config::config_struct! {
         /// names the rank. With `trainer.elastic` the rank is replaced, if most ranks agree; the
         /// steps since the last comparison stay. Without this key nothing is compared.
         pub check_replicas_every_n_steps: Option<u64> = None,
-        /// Names ranks that compute this factor longer than half of the ranks, in two logged steps in
-        /// a row: `1.5` is one and a half times as long. Time in collectives does not count. On
+        /// Names ranks that compute this factor longer than half of the ranks, in two logged steps
+        /// in a row: `1.5` is one and a half times as long. Time in collectives does not count. On
         /// the CPU only. Without this key ranks are not compared.
         pub slow_rank_factor: Option<f64> = None,
-        /// Number of the last collectives that each of several ranks keeps in a record. If ranks wait
-        /// in vain or make different calls, the records are in the folder `flight` of the run's
-        /// directory afterwards, and `fulgurite flight` names the rank that fell behind. `0` for
-        /// none.
+        /// Number of the last collectives that each of several ranks keeps in a record. If ranks
+        /// wait in vain or make different calls, the records are in the folder `flight` of the
+        /// run's directory afterwards, and `fulgurite flight` names the rank that fell behind. `0`
+        /// for none.
         pub flight_recorder: usize = 20_000,
         /// Whether the training goes on after the loss of a rank: see `[trainer.elastic]` below.
         pub elastic: ElasticConfig = ElasticConfig::default(),

@@ -190,8 +190,8 @@ impl StrategyRuntime {
         Ok(groups.into_iter().zip(norms).collect())
     }
 
-    /// Clears an optimizer's gradients after its update, or after a step that was skipped, and makes
-    /// the model ready for a forward. Collective.
+    /// Clears an optimizer's gradients after its update, or after a step that was skipped, and
+    /// makes the model ready for a forward. Collective.
     pub(crate) fn finish_step(&self, optimizer: usize, skipped: bool) -> Result<()> {
         let context = self.context()?;
         let state = &mut *self.lock_state()?;

@@ -13,13 +13,14 @@ use super::samples::{Parts, parts};
 use super::scoring::{self, Continuation};
 
 /// Scores a language model on questions with several answers in each validation of a training of
-/// `causal_lm`, `chat`, `preference`, `kto` or `grpo`: `{ type = "choices", path = "questions.jsonl" }`.
+/// `causal_lm`, `chat`, `preference`, `kto` or `grpo`:
+/// `{ type = "choices", path = "questions.jsonl" }`.
 ///
 /// A line of the file is an object with `context`, `choices` (a list of texts) and `answer` (the
 /// index of the right one). The model chooses the continuation of the context with the largest
 /// log-probability. Logged are, as in `lm-eval`, `val_NAME_acc`, `val_NAME_acc_norm` (by
-/// log-probability a character) and `val_NAME_nll` (minus the log-probability of the right one). Texts
-/// are taken as they are, without a chat template.
+/// log-probability a character) and `val_NAME_nll` (minus the log-probability of the right one).
+/// Texts are taken as they are, without a chat template.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct ChoicesConfig {

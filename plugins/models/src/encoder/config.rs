@@ -125,7 +125,8 @@ pub struct ClassifierConfig {
     pub pooling: Pooling,
     /// Whether `dense` has a bias; `None` for a head without it.
     pub dense: Option<bool>,
-    /// Whether `dense` and the norm belong to the head that predicts masked tokens, as in ModernBERT.
+    /// Whether `dense` and the norm belong to the head that predicts masked tokens, as in
+    /// ModernBERT.
     pub shares_dense: bool,
     /// The activation behind `dense`; `None` for tanh.
     pub activation: Option<Activation>,

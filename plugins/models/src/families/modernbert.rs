@@ -2,8 +2,8 @@
 //!
 //! Norms before attention and MLP, without biases; gated MLPs with the exact GELU; two of three
 //! layers have a window on both sides and another rotary embedding. The first layer lacks a
-//! norm before attention, because a norm follows the embeddings. Its files hold queries, keys and values as one
-//! projection (`Wqkv`), and gate and up as one (`Wi`).
+//! norm before attention, because a norm follows the embeddings. Its files hold queries, keys and
+//! values as one projection (`Wqkv`), and gate and up as one (`Wi`).
 
 use fulgurite_error::Result;
 

@@ -38,7 +38,8 @@ impl BeamSearch {
         }
     }
 
-    /// [`check`](Self::check), and refuses options of a generation that a beam search does not know.
+    /// [`check`](Self::check), and refuses options of a generation that a beam search does not
+    /// know.
     ///
     /// # Errors
     /// As there.

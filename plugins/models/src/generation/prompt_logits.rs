@@ -16,8 +16,8 @@ impl Decoder {
     /// the model is sharded.
     ///
     /// # Errors
-    /// If `ids` is empty or too long, or has a token that the model lacks. Also if a logit is NaN, or
-    /// a peer fails.
+    /// If `ids` is empty or too long, or has a token that the model lacks. Also if a logit is NaN,
+    /// or a peer fails.
     pub fn prompt_logits(&self, ids: &[u32], each: &mut dyn FnMut(usize, &[f32])) -> Result<()> {
         self.check_prompt(ids, 1)?;
         let _no_grad = no_grad();

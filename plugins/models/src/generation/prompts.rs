@@ -42,8 +42,8 @@ pub struct PromptsConfig {
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub prompt_ids: Vec<Vec<u32>>,
     /// A Hugging Face `tokenizer.json`, a folder with one, a repository in the local Hub cache, or
-    /// `"bytes"` for the built-in byte-level tokenizer. Needed for prompts that are texts. The start
-    /// token that `transformers` puts before a text is before a prompt.
+    /// `"bytes"` for the built-in byte-level tokenizer. Needed for prompts that are texts. The
+    /// start token that `transformers` puts before a text is before a prompt.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<String>,
     /// Whether a prompt that is a text is a user's message, which the model answers.

@@ -43,8 +43,8 @@ impl GgufAdapter {
     /// `base`, or where `adapter_config.json` says.
     ///
     /// # Errors
-    /// If the directory has no adapter, or its base is not found. If it has magnitudes (DoRA), biases,
-    /// modules trained whole or adapters of embeddings, which GGUF lacks.
+    /// If the directory has no adapter, or its base is not found. If it has magnitudes (DoRA),
+    /// biases, modules trained whole or adapters of embeddings, which GGUF lacks.
     pub fn open(directory: &Path, base: Option<&Path>, options: GgufOptions) -> Result<Self> {
         let source = AdapterSource::open(directory)?;
         let config = source.config();

@@ -40,10 +40,10 @@ pub struct GrpoConfig {
     /// Texts that end an answer, whose text ends before them.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub stop: Vec<String>,
-    /// The loss. `"dapo"` weights each token alike, `"grpo"` each answer alike, and `"dr_grpo"` each
-    /// token alike, divided by `max_new_tokens` instead of the tokens there are. `"cispo"` weights
-    /// tokens as `"dapo"`, and the gradient of each token's log-probability by its ratio, up to
-    /// `epsilon_high`.
+    /// The loss. `"dapo"` weights each token alike, `"grpo"` each answer alike, and `"dr_grpo"`
+    /// each token alike, divided by `max_new_tokens` instead of the tokens there are. `"cispo"`
+    /// weights tokens as `"dapo"`, and the gradient of each token's log-probability by its ratio,
+    /// up to `epsilon_high`.
     pub loss: GrpoLoss,
     /// The divisor of an advantage: the standard deviation of its group's rewards (`"group"`), of
     /// the rewards of all ranks (`"batch"`; needs `trainer.accumulate_grad_batches = 1`), or none

@@ -22,8 +22,8 @@ use crate::families::Architecture;
 const IGNORED: i64 = -100;
 
 /// A model that gives each word of a text a tag, such as the kind of a name: any encoder with its
-/// head for tokens, or any decoder with dropout (`model.classifier_dropout`, 0.1) and a linear layer
-/// `score`, on [`LabelledTexts`] of type `"words"`.
+/// head for tokens, or any decoder with dropout (`model.classifier_dropout`, 0.1) and a linear
+/// layer `score`, on [`LabelledTexts`] of type `"words"`.
 ///
 /// The first token of a word has the word's tag, and other tokens do not count. Validation logs
 /// `val_accuracy` and `val_f1` (macro), both of words and not of names of several words.

@@ -17,8 +17,8 @@ use super::{RewardConfig, RewardFunction, RewardedAnswer};
 ///
 /// The program starts once for the answers of each micro-batch, on each data-parallel rank. On
 /// standard input it gets a JSON object a line: the row's columns, and `completion`, the answer,
-/// and `complete`, whether the answer ended by itself. On standard output it prints a number a line,
-/// in the order of the answers.
+/// and `complete`, whether the answer ended by itself. On standard output it prints a number a
+/// line, in the order of the answers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct ProgramReward {

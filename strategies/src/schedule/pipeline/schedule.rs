@@ -48,9 +48,9 @@ impl Schedule {
 
     /// The lists with sends and receives between ranks.
     ///
-    /// `gathered_stages` is for stages that FSDP shards; PyTorch's is 3. At most this many stages of
-    /// a rank are gathered: the computed one, and those that are needed next. A stage's gradients are
-    /// reduced after its last backward.
+    /// `gathered_stages` is for stages that FSDP shards; PyTorch's is 3. At most this many stages
+    /// of a rank are gathered: the computed one, and those that are needed next. A stage's
+    /// gradients are reduced after its last backward.
     ///
     /// A send stands after the action that computes what it sends. Its receive is put into the
     /// other rank's list at the same time, so each pair of ranks has its transfers in one order,
@@ -66,8 +66,8 @@ impl Schedule {
     /// rank's transfers, one after the other, and its gathers and reductions, one after the other.
     ///
     /// # Errors
-    /// If ranks wait for each other, or FSDP's actions are not where they must be; the message shows
-    /// each rank's place in its list.
+    /// If ranks wait for each other, or FSDP's actions are not where they must be; the message
+    /// shows each rank's place in its list.
     pub fn simulate(&self, costs: &Costs) -> Result<Simulation> {
         simulate::simulate(self, costs)
     }

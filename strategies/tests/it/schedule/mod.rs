@@ -1,5 +1,5 @@
-//! Properties of the FSDP, DDP and pipeline schedules, on random models, programs and ranks whose forwards
-//! use different parameters.
+//! Properties of the FSDP, DDP and pipeline schedules, on random models, programs and ranks whose
+//! forwards use different parameters.
 
 mod ddp;
 mod fsdp;

@@ -102,8 +102,8 @@ pub struct Call {
 }
 
 impl Call {
-    /// Whether the rank was stuck in the call, or the call failed. A rank is not stuck in a call that
-    /// it has started early, until it waits for it.
+    /// Whether the rank was stuck in the call, or the call failed. A rank is not stuck in a call
+    /// that it has started early, until it waits for it.
     pub fn is_stuck(&self) -> bool {
         let is_in_it = self.started.is_none() || self.waited.is_some();
         self.failed || (self.ended.is_none() && is_in_it)

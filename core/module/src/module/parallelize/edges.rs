@@ -24,9 +24,9 @@ type Given = (Layout, Arc<str>);
 
 impl ModuleTree {
     /// Checks the applied plans as a whole, after the last one: that both ends of every
-    /// [declared edge](crate::module::ModuleBuilder::edge) have one layout, and that some layer cuts
-    /// the sequence if one takes a part of it. Strategies call it after the parallelize function,
-    /// also in the process that starts the ranks. Not collective.
+    /// [declared edge](crate::module::ModuleBuilder::edge) have one layout, and that some layer
+    /// cuts the sequence if one takes a part of it. Strategies call it after the parallelize
+    /// function, also in the process that starts the ranks. Not collective.
     ///
     /// # Errors
     /// If a layer, a sum or a loss would get another layout than it takes. The message names both

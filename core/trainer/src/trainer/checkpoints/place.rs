@@ -212,8 +212,8 @@ impl Saving {
         self.background.as_ref().is_some_and(AsyncSaver::is_running)
     }
 
-    /// Continues in the same run after the loss of a rank. The run has `kept` these checkpoints, the
-    /// last of which may not be committed, and has resumed from another in this location.
+    /// Continues in the same run after the loss of a rank. The run has `kept` these checkpoints,
+    /// the last of which may not be committed, and has resumed from another in this location.
     pub(crate) fn go_on(
         &mut self,
         mut kept: Vec<RetainedCheckpoint>,
@@ -251,8 +251,8 @@ impl Saving {
         }
     }
 
-    /// Ends a save whose checkpoint of this step was committed. Returns how long training has waited
-    /// for the save before it.
+    /// Ends a save whose checkpoint of this step was committed. Returns how long training has
+    /// waited for the save before it.
     pub(crate) fn complete(&mut self, step: u64) -> Duration {
         // The saves of hooks do not count: they may be weights alone.
         if self.before.take().is_some() {

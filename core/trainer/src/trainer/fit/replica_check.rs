@@ -44,8 +44,8 @@ pub(crate) fn check_key(session: &mut Session) -> Result<()> {
 /// for it. Collective.
 ///
 /// # Errors
-/// On every rank, if replicas differ. In an elastic training a rank that differs from most others is
-/// lost instead, and the others go on without it.
+/// On every rank, if replicas differ. In an elastic training a rank that differs from most others
+/// is lost instead, and the others go on without it.
 pub(crate) fn check_replicas_if_due(session: &mut Session) -> Result<()> {
     let Some(every_n_steps) = session.setup.config.check_replicas_every_n_steps else {
         return Ok(());

@@ -22,9 +22,9 @@ const INTERVAL: Duration = Duration::from_millis(500);
 
 /// The record of a rank's last collectives.
 ///
-/// A rank writes it if ranks were stuck: if one waited too long, or ranks made different calls. A rank
-/// that is stuck in its own code does not hear of it, so its watching thread writes the record once
-/// the job has failed.
+/// A rank writes it if ranks were stuck: if one waited too long, or ranks made different calls. A
+/// rank that is stuck in its own code does not hear of it, so its watching thread writes the record
+/// once the job has failed.
 pub(crate) struct Flight {
     shared: Arc<Shared>,
     pace: Option<Pace>,
@@ -62,8 +62,8 @@ impl Flight {
         Ok(Self { shared, pace: slow_rank_factor.map(Pace::new) })
     }
 
-    /// Compares the paces of the ranks after a logged step, if the configuration asks for it. Returns
-    /// the slow ranks. Collective.
+    /// Compares the paces of the ranks after a logged step, if the configuration asks for it.
+    /// Returns the slow ranks. Collective.
     ///
     /// # Errors
     /// If a peer fails.

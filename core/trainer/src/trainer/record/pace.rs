@@ -31,8 +31,8 @@ impl Pace {
         Self { factor, last: None, slow: BTreeSet::new() }
     }
 
-    /// Compares the ranks over the steps since the last call. Returns the ranks that were slow twice
-    /// in a row, of which rank 0 warns. Collective.
+    /// Compares the ranks over the steps since the last call. Returns the ranks that were slow
+    /// twice in a row, of which rank 0 warns. Collective.
     ///
     /// # Errors
     /// If a peer fails.

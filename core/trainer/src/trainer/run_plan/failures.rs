@@ -62,11 +62,11 @@ impl Goodput {
 }
 
 /// The part of the time that makes progress if a failure loses the work since the last state, of
-/// which one is kept after each `work_s`, in `keep_s`. Going on takes `recovery_s`, in which the next
-/// failure may come.
+/// which one is kept after each `work_s`, in `keep_s`. Going on takes `recovery_s`, in which the
+/// next failure may come.
 ///
-/// Exact for failures at random times, as the complete model of Daly, "A higher order estimate of the
-/// optimum checkpoint interval for restart dumps", 2006.
+/// Exact for failures at random times, as the complete model of Daly, "A higher order estimate of
+/// the optimum checkpoint interval for restart dumps", 2006.
 fn goodput(failures_per_s: f64, work_s: f64, keep_s: f64, recovery_s: f64) -> f64 {
     let rate = failures_per_s;
     if rate == 0.0 {

@@ -67,11 +67,12 @@ pub struct Hardware {
     /// Failures of a device in an hour, each of which ends the run.
     #[serde(default)]
     pub failures_per_device_hour: Option<f64>,
-    /// Seconds from a failure until a job that was started again loads its checkpoint: 300 by default.
+    /// Seconds from a failure until a job that was started again loads its checkpoint: 300 by
+    /// default.
     #[serde(default)]
     pub restart_s: Option<f64>,
-    /// Seconds from a failure until the ranks that are left load a state, with `trainer.elastic`: by
-    /// default 40, of which agents take 30 to notice that a host is lost.
+    /// Seconds from a failure until the ranks that are left load a state, with `trainer.elastic`:
+    /// by default 40, of which agents take 30 to notice that a host is lost.
     #[serde(default)]
     pub going_on_s: Option<f64>,
 }

@@ -40,8 +40,8 @@ pub struct Outlook {
     pub checkpoint_s: Option<f64>,
     /// Seconds between checkpoints that lose least time, by Young and Daly.
     pub best_checkpoint_interval_s: Option<f64>,
-    /// The part of the time that makes progress, with checkpoints at this interval, if the job starts
-    /// again after a failure.
+    /// The part of the time that makes progress, with checkpoints at this interval, if the job
+    /// starts again after a failure.
     pub goodput: Option<f64>,
     /// The same by what follows a failure.
     pub goodput_by_recovery: Option<Goodput>,

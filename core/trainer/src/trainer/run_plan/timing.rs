@@ -161,8 +161,8 @@ impl<'a> Rank<'a> {
         }
     }
 
-    /// The order that a collective belongs to; `None` if its ranks are of one class, or if it is not
-    /// known to whom a message goes.
+    /// The order that a collective belongs to; `None` if its ranks are of one class, or if it is
+    /// not known to whom a message goes.
     fn order(&self, group: usize, op: &str, message: &'a str) -> Option<Order<'a>> {
         let all = &self.classes[group];
         let other = all.iter().copied().find(|class| *class != self.class)?;

@@ -174,8 +174,8 @@ fn looks_special(text: &str) -> bool {
 }
 
 impl Vocabulary {
-    /// Returns `general.name` for a model of this name. llama.cpp takes from it whether special tokens
-    /// take the spaces behind them.
+    /// Returns `general.name` for a model of this name. llama.cpp takes from it whether special
+    /// tokens take the spaces behind them.
     pub(super) fn model_name(&self, name: &str) -> Option<String> {
         let says_phi = ["phi-3", "phi3"].iter().any(|word| name.to_lowercase().contains(word));
         match (self.is_phi(), says_phi) {

@@ -1,10 +1,10 @@
 //! SentencePiece's BPE in a `tokenizer.json`, with merges instead of scores.
 //!
-//! llama.cpp joins the two neighbours whose joined piece has the highest score. Merges give the same
-//! tokens under two conditions. A piece has a merge for every pair of pieces that it consists of. And
-//! the merges of one piece come before the merges of the next, if the two have a common character.
-//! Both hold for merges that were made of scores: Llama 2, Mistral, Gemma. Added tokens need no order,
-//! because they are cut out of a text before.
+//! llama.cpp joins the two neighbours whose joined piece has the highest score. Merges give the
+//! same tokens under two conditions. A piece has a merge for every pair of pieces that it consists
+//! of. And the merges of one piece come before the merges of the next, if the two have a common
+//! character. Both hold for merges that were made of scores: Llama 2, Mistral, Gemma. Added tokens
+//! need no order, because they are cut out of a text before.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
