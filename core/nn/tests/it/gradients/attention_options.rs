@@ -234,6 +234,21 @@ fn portable_blocks_of_encoders_agree() {
     }
 }
 
+#[test]
+fn portable_heads_turn_in_part() {
+    for time in [1, 2, 5] {
+        let b = builder(DType::F64);
+        let config = AttentionConfig { rope: Some(partial_rope(4)), ..base() };
+        let layer = CausalSelfAttention::new(&b.pp("attn"), &config).unwrap();
+        let params = Params::new(&b);
+        let x = randn("x", &[2, time, 5]);
+        let f = |x: &[Tensor]| layer.forward(&x[0]);
+        let host = analytic(std::slice::from_ref(&x), &params, &f);
+        let _portable = force_portable();
+        assert_same("portable", &analytic(&[x], &params, &f), &host, 1e-9);
+    }
+}
+
 /// Compares padded sequences with each sequence alone.
 #[test]
 fn padding_changes_nothing() {
