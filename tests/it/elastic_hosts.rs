@@ -46,11 +46,13 @@ pub(crate) struct Agents<'a> {
     endpoint: String,
     nodes: &'a str,
     devices: &'a str,
+    keep_alive_secs: &'a str,
 }
 
 impl<'a> Agents<'a> {
     pub(crate) fn new(job: Job<'a>, nodes: &'a str, devices: &'a str) -> Self {
-        Self { job, endpoint: free_endpoints(1), nodes, devices }
+        // An agent that is killed is noticed long before it is silent for so long.
+        Self { job, endpoint: free_endpoints(1), nodes, devices, keep_alive_secs: "600" }
     }
 
     /// Agents that meet at three endpoints.
@@ -58,8 +60,11 @@ impl<'a> Agents<'a> {
         Self { endpoint: free_endpoints(3), ..self }
     }
 
+    /// Agents on several hosts, whose cables may be cut.
     pub(crate) fn meeting_at(self, endpoint: String) -> Self {
-        Self { endpoint, ..self }
+        // A loaded machine may keep a coordinator from its seats for a while.
+        let keep_alive_secs = if endpoint.contains(',') { "5" } else { "3" };
+        Self { endpoint, keep_alive_secs, ..self }
     }
 
     pub(crate) fn job(&self, node_rank: &str) -> Job<'a> {
@@ -78,8 +83,6 @@ impl<'a> Agents<'a> {
     }
 
     fn with(&self, more: &[&str]) -> Job<'a> {
-        // A loaded machine may keep a coordinator from its seats for a while.
-        let keep_alive = if self.endpoint.contains(',') { "5" } else { "3" };
         let args = [
             "--nnodes",
             self.nodes,
@@ -88,7 +91,7 @@ impl<'a> Agents<'a> {
             "--rdzv-endpoint",
             &self.endpoint,
             "--keep-alive-timeout-secs",
-            keep_alive,
+            self.keep_alive_secs,
             "--last-call-timeout-secs",
             "5",
         ];
@@ -380,7 +383,7 @@ fn a_cut_cable_costs_no_step() {
     let scratch = Scratch::with_tokens();
     let expected = undisturbed(&training(&scratch, "ddp"));
     let endpoint = format!("{}:29400", hosts.address(0));
-    let agents = Agents { endpoint, ..Agents::new(training(&scratch, "ddp"), "1:2", "2") };
+    let agents = Agents::new(training(&scratch, "ddp"), "1:2", "2").meeting_at(endpoint);
     let [first, second] =
         [0, 1].map(|host| agents.job(&host.to_string()).within(hosts.name(host)).start());
     first.reach(20);

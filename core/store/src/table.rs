@@ -29,8 +29,8 @@ pub(super) struct Member {
     pub(super) confirmed: bool,
     /// The rank announced that it leaves, so the end of its connection is not a failure.
     pub(super) left: bool,
-    /// The rank's connection ended.
-    pub(super) lost: bool,
+    /// When the rank's connection ended.
+    pub(super) lost: Option<Instant>,
     /// The rank confirmed the notice of the job's failure.
     pub(super) notified: bool,
 }

@@ -234,8 +234,14 @@ fn elastic_job_continues_on_fewer_nodes() {
     // The killed agent's rank is not a Fulgurite program and may outlive it briefly.
     let script =
         format!("touch {dir}/$RANK.of.$WORLD_SIZE; if [ $WORLD_SIZE = 2 ]; then exec sleep 60; fi");
-    let args =
-        ["--max-restarts", "1", "--last-call-timeout-secs", "4", "--keep-alive-timeout-secs", "4"];
+    let args = [
+        "--max-restarts",
+        "1",
+        "--last-call-timeout-secs",
+        "4",
+        "--keep-alive-timeout-secs",
+        "600",
+    ];
     let endpoint = endpoint();
     let start = |rank: &str| {
         let common = ["--nnodes", "1:2", "--rdzv-endpoint", &endpoint, "--node-rank", rank];
@@ -244,14 +250,14 @@ fn elastic_job_continues_on_fewer_nodes() {
     let (first, mut second) = (start("0"), start("1"));
     let is_there = |name: &str| directory.path().join(name).exists();
     until("both ranks", || is_there("0.of.2") && is_there("1.of.2"));
-    // Like a host that is switched off.
+    // Long before it is considered lost for its silence.
     second.kill().unwrap();
     second.wait().unwrap();
     let outputs = wait(vec![first]);
     assert!(outputs[0].status.success(), "{}", stderr(&outputs[0]));
     assert!(is_there("0.of.1"));
     assert_snapshot!(stderr(&outputs[0]), @"
-    error: node 1 (HOST) has not been heard of for 4s: it is down, or cut off, or its agent was killed
+    error: node 1 (HOST) has not been heard of for 2s: it is down, or cut off, or its agent was killed
     the job starts again (0 restarts left)
     ");
 }
@@ -463,7 +469,7 @@ fn node_rank_belongs_to_one_live_agent() {
     assert!(outputs.iter().all(|output| output.status.success()), "{}", stderr(&outputs[0]));
     assert!(directory.path().join("1.1").exists());
     assert_snapshot!(stderr(&outputs[0]), @"
-    error: node 1 (HOST) has not been heard of for 5s: it is down, or cut off, or its agent was killed
+    error: node 1 (HOST) has not been heard of for 2s: it is down, or cut off, or its agent was killed
     the job starts again (0 restarts left)
     ");
 }

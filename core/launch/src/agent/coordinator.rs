@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::board::{keys, read, write_for_all};
+use super::endpoint::Connected;
 use super::generation::{self, Changes, Refusal};
 use super::members::Members;
 use super::options::AgentOptions;
@@ -49,6 +50,7 @@ struct Coordinator {
 /// coordinator.
 pub(super) fn coordinate(
     seats: Arc<Seats>,
+    connected: Connected,
     (address, secret): (&str, &str),
     options: AgentOptions,
     own: (u64, String),
@@ -56,7 +58,7 @@ pub(super) fn coordinate(
     let Some((store, before)) = seats.win()? else { return Ok(()) };
     let mut coordinator = Coordinator {
         seats,
-        members: Members::new(store.clone(), options.clone()),
+        members: Members::new(store.clone(), connected, options.clone()),
         store,
         options,
         own,
@@ -65,13 +67,16 @@ pub(super) fn coordinate(
         decided: None,
         lost_coordinator: None,
     };
-    let attempt = before.map(|before| coordinator.take_over(before));
+    let attempt = before.map(|before| coordinator.take_over(before)).transpose()?;
     coordinator.run(attempt)
 }
 
 impl Coordinator {
     /// Goes on in the place of a coordinator that is lost.
-    fn take_over(&mut self, before: Decision) -> (Attempt, Vec<u64>) {
+    ///
+    /// # Errors
+    /// As [`Seats::decide`].
+    fn take_over(&mut self, before: Decision) -> Result<(Attempt, Vec<u64>)> {
         let (_, host) = &before.coordinator;
         print_message(&format!(
             "warning: the agent that coordinated the job, on {host}, is lost. This agent coordinates it now"
@@ -79,8 +84,12 @@ impl Coordinator {
         self.members.take_over(&before);
         self.lost_coordinator = before.attempt.generation.as_ref().map(|_| host.clone());
         let attempt = (before.attempt.clone(), before.restarts.clone());
-        self.decided = Some(before);
-        attempt
+        // So that the others know whose connection to watch.
+        let (coordinator, term) = (self.own.clone(), self.store.term());
+        let decision = Decision { coordinator, term, ..before };
+        self.decided = Some(decision.clone());
+        self.seats.decide(decision)?;
+        Ok(attempt)
     }
 
     /// Runs the job's attempts. `begun` is the attempt of a coordinator before, if there was one.
@@ -174,6 +183,7 @@ impl Coordinator {
             agents: self.members.listed(),
             lost_hosts: self.members.lost_hosts().clone(),
             coordinator: self.own.clone(),
+            term: self.store.term(),
             over: None,
         };
         self.decided = Some(decision.clone());

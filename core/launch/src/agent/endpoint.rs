@@ -2,9 +2,10 @@
 //! all.
 
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use super::board::write;
 use super::options::{AgentOptions, Endpoint, Nodes, listed};
 use super::seats::{Connect, Seats};
 use crate::environment::Variables;
@@ -27,8 +28,30 @@ pub(super) struct Meeting {
     pub(super) secret: String,
     /// Why this agent hosts no seat, although an endpoint is its host's.
     not_hosted: Option<String>,
+    /// The agents' connections to this agent's seat. A job of one node has none.
+    pub(super) connected: Connected,
     /// Held for the duration of the job.
-    _server: Option<StoreServer>,
+    _server: Option<Arc<StoreServer>>,
+}
+
+/// The agents' connections to this agent's seat.
+#[derive(Clone, Default)]
+pub(super) struct Connected(Weak<StoreServer>);
+
+impl Connected {
+    fn of(server: &Arc<StoreServer>) -> Self {
+        Self(Arc::downgrade(server))
+    }
+
+    /// Whether an agent's connection has ended, and it could have connected again meanwhile.
+    pub(super) fn is_cut_off(&self, agent: u64) -> bool {
+        let lost_for = || {
+            let server = self.0.upgrade()?;
+            let number = server.value(&connection(agent))?;
+            server.lost_for(serde_json::from_slice(&number).ok()?)
+        };
+        lost_for().is_some_and(|time| time >= CONNECTS_AGAIN)
+    }
 }
 
 /// The variable that holds the secret, also for ranks.
@@ -37,12 +60,15 @@ const KEY: &str = job_secret::JOB_KEY_VARIABLE;
 const POLL: Duration = Duration::from_millis(20);
 /// Time after which an agent says that it waits for a coordinator.
 const SILENT: Duration = Duration::from_secs(5);
+/// Time after which an agent counts as lost whose connection has ended: several attempts to connect
+/// again. The connection of an agent that is killed ends at once.
+pub(super) const CONNECTS_AGAIN: Duration = Duration::from_secs(2);
 /// Time for one connection, after the first one.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Meeting {
     /// Hosts a seat if an endpoint's address is this host's and still free, and connects to all.
-    pub(super) fn join(options: &AgentOptions) -> Result<Self> {
+    pub(super) fn join(options: &AgentOptions, agent: u64) -> Result<Self> {
         let file = options.job_key_file.as_deref();
         let secret = job_secret::configured(&Variables::current(), file, "--job-key-file")?;
         let Some(first) = options.endpoints.first() else {
@@ -56,8 +82,17 @@ impl Meeting {
             let secret = secret.map_or_else(JobKey::random_secret, Ok)?;
             let (address, store) = ("127.0.0.1".to_owned(), Arc::new(LocalStore::new()));
             let connect: Connect = Box::new(move |_| Ok(store.clone()));
-            let seats = Arc::new(Seats::new(vec![connect], Some(0), options.keep_alive)?);
-            return Ok(Self { seats, address, secret, not_hosted: None, _server: None });
+            let seats = vec![connect];
+            let seats = Seats::new(seats, Some(0), Connected::default(), options.keep_alive)?;
+            let seats = Arc::new(seats);
+            return Ok(Self {
+                seats,
+                address,
+                secret,
+                connected: Connected::default(),
+                not_hosted: None,
+                _server: None,
+            });
         };
         let secret = secret.ok_or_else(|| {
             Error::Launch(format!(
@@ -71,7 +106,8 @@ impl Meeting {
             &format!("agents of {}", options.id.as_deref().unwrap_or_default()),
         );
         let (hosted, not_hosted) = host_one(options, &key)?;
-        let (own, server) = hosted.unzip();
+        let (own, server) = hosted.map(|(at, server)| (at, Arc::new(server))).unzip();
+        let connected = server.as_ref().map(Connected::of).unwrap_or_default();
         let towards = |endpoint: &Endpoint| address_towards(&endpoint.host, endpoint.port);
         let address = options.local_address.or_else(|| options.endpoints.iter().find_map(towards));
         let address = address.ok_or_else(|| {
@@ -82,14 +118,16 @@ impl Meeting {
             let (all, first_timeout) = (listed(&options.endpoints), options.join_timeout);
             let connect: Connect = Box::new(move |first| {
                 let timeout = if first { first_timeout } else { CONNECT_TIMEOUT };
-                let store = connect(&endpoint, &key, timeout)?;
+                let (store, number) = connect(&endpoint, &key, timeout)?;
                 check_endpoints(&store, &all)?;
+                write(&store, &connection(agent), &number)?;
                 Ok(Arc::new(store))
             });
             connect
         });
-        let seats = Arc::new(Seats::new(connections.collect(), own, options.keep_alive)?);
-        Ok(Self { seats, address: address.to_string(), secret, not_hosted, _server: server })
+        let seats = Seats::new(connections.collect(), own, connected.clone(), options.keep_alive)?;
+        let (seats, address) = (Arc::new(seats), address.to_string());
+        Ok(Self { seats, address, secret, connected, not_hosted, _server: server })
     }
 
     /// Waits until the job has a coordinator.
@@ -243,24 +281,25 @@ fn check_endpoints(store: &dyn Store, own: &str) -> Result<()> {
     )))
 }
 
-/// Connects to a seat's store under a number that no other agent has.
-fn connect(endpoint: &Endpoint, key: &JobKey, timeout: Duration) -> Result<TcpStore> {
+/// The key of a seat's store for the number under which an agent is connected.
+fn connection(agent: u64) -> String {
+    format!("connection/{agent}")
+}
+
+/// Connects to a seat's store under a number that no other agent has, and returns the number.
+fn connect(endpoint: &Endpoint, key: &JobKey, timeout: Duration) -> Result<(TcpStore, usize)> {
     let begun = Instant::now();
-    let mut number = std::process::id() as usize;
+    let mut number = std::process::id() as usize % Nodes::LIMIT;
     loop {
-        let identity = ClientIdentity {
-            key: key.clone(),
-            rank: number % Nodes::LIMIT,
-            world_size: Nodes::LIMIT,
-        };
+        let identity = ClientIdentity { key: key.clone(), rank: number, world_size: Nodes::LIMIT };
         let options = ClientOptions { host: StoreHost::Agent, give_up: || None };
         let connected =
             TcpStore::connect_with(&endpoint.host, endpoint.port, identity, timeout, options);
         match connected {
             Err(Error::Launch(why)) if why.contains(TAKEN) && begun.elapsed() < timeout => {
-                number += 1;
+                number = (number + 1) % Nodes::LIMIT;
             }
-            connected => return connected,
+            connected => return Ok((connected?, number)),
         }
     }
 }

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use super::board::{keys, read, write_for_all};
+use super::endpoint::{CONNECTS_AGAIN, Connected};
 use super::options::{AgentOptions, Nodes};
 use super::plan::{Attempt, Member};
 use super::seats::{Decision, TermStore};
@@ -30,6 +31,13 @@ struct Known {
     left_out: bool,
 }
 
+impl Known {
+    fn new(member: Member, order: usize, now: Instant) -> Self {
+        let (heard, refused, left_out) = (Some(now), false, false);
+        Self { member, order, since: now, beat: 0, heard, refused, left_out }
+    }
+}
+
 /// An agent whose node rank is held by another agent, which may be gone.
 struct Contender {
     member: Member,
@@ -41,6 +49,7 @@ struct Contender {
 /// The agents of a job.
 pub(super) struct Members {
     store: TermStore,
+    connected: Connected,
     options: AgentOptions,
     agents: BTreeMap<u64, Known>,
     /// The comers that are admitted, or refused.
@@ -51,9 +60,10 @@ pub(super) struct Members {
 }
 
 impl Members {
-    pub(super) fn new(store: TermStore, options: AgentOptions) -> Self {
+    pub(super) fn new(store: TermStore, connected: Connected, options: AgentOptions) -> Self {
         Self {
             store,
+            connected,
             options,
             agents: BTreeMap::new(),
             admitted: BTreeSet::new(),
@@ -67,8 +77,8 @@ impl Members {
         let (lost, now) = (before.coordinator.0, Instant::now());
         for (order, (agent, member, left_out)) in before.agents.iter().enumerate() {
             let heard = (*agent != lost).then_some(now);
-            let (member, left_out, refused) = (member.clone(), *left_out, false);
-            let known = Known { member, order, since: now, beat: 0, heard, refused, left_out };
+            let known =
+                Known { heard, left_out: *left_out, ..Known::new(member.clone(), order, now) };
             self.agents.insert(*agent, known);
         }
         self.lost_hosts.clone_from(&before.lost_hosts);
@@ -150,10 +160,8 @@ impl Members {
             }
         }
         self.contenders.remove(&agent);
-        let (order, now) = (self.agents.len(), Instant::now());
-        let (heard, refused, left_out) = (Some(now), false, false);
-        let known = Known { member, order, since: now, beat: 0, heard, refused, left_out };
-        self.agents.insert(agent, known);
+        let order = self.agents.len();
+        self.agents.insert(agent, Known::new(member, order, Instant::now()));
         if let Some(why) = refusal {
             self.refuse(agent, &why)?;
         }
@@ -190,16 +198,17 @@ impl Members {
     /// The agent with the same node rank that is alive, as far as is known.
     fn rival(&self, member: &Member) -> Option<u64> {
         let node_rank = member.node_rank?;
-        let has_it = |known: &Known| {
-            known.member.devices > 0
-                && known.member.node_rank == Some(node_rank)
-                && self.lives(known)
-        };
-        self.agents.iter().find(|(_, known)| has_it(known)).map(|(agent, _)| *agent)
+        let has_it =
+            |known: &Known| known.member.devices > 0 && known.member.node_rank == Some(node_rank);
+        self.agents
+            .iter()
+            .find(|(agent, known)| has_it(known) && self.lives(**agent, known))
+            .map(|(agent, _)| *agent)
     }
 
-    fn lives(&self, known: &Known) -> bool {
-        !known.refused && known.heard.is_some_and(|heard| heard.elapsed() < self.options.keep_alive)
+    fn lives(&self, agent: u64, known: &Known) -> bool {
+        let is_heard = known.heard.is_some_and(|heard| heard.elapsed() < self.options.keep_alive);
+        !known.refused && is_heard && !self.connected.is_cut_off(agent)
     }
 
     /// Whether an agent has come that may be admitted soon.
@@ -209,7 +218,7 @@ impl Members {
 
     /// The agents that are alive and start ranks, in the order of joining.
     pub(super) fn alive(&self) -> Vec<(u64, Member)> {
-        self.those(|_, known| self.lives(known) && known.member.devices > 0)
+        self.those(|agent, known| self.lives(*agent, known) && known.member.devices > 0)
     }
 
     /// The agents that an elastic job may take in, in the order of joining. They must have been
@@ -217,7 +226,7 @@ impl Members {
     pub(super) fn comers(&self, attempt: &Attempt, settled: Duration) -> Vec<(u64, Member)> {
         self.those(|agent, known| {
             attempt.place(*agent).is_none()
-                && self.lives(known)
+                && self.lives(*agent, known)
                 && known.member.devices > 0
                 && !known.left_out
                 && known.since.elapsed() >= settled
@@ -236,11 +245,14 @@ impl Members {
     /// Returns the time after which an agent counts as lost, if it is.
     pub(super) fn silent_for(&self, agent: u64) -> Option<Duration> {
         let known = self.agents.get(&agent);
-        if known.is_some_and(|known| self.lives(known)) {
+        if known.is_some_and(|known| self.lives(agent, known)) {
             return None;
         }
-        let replaced = known.is_some_and(|known| known.refused);
-        Some(if replaced { YIELDS } else { self.options.keep_alive })
+        Some(match known {
+            Some(known) if known.refused => YIELDS,
+            Some(_) if self.connected.is_cut_off(agent) => CONNECTS_AGAIN,
+            _ => self.options.keep_alive,
+        })
     }
 
     /// Whether an agent's first heartbeat has come, before which it tells what it has told an

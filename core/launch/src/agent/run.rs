@@ -40,7 +40,8 @@ pub fn run(options: &AgentOptions) -> Result<i32> {
     check(options)?;
     raise_file_limit();
     signals::handle(SecondSignal::Ignore)?;
-    let meeting = Meeting::join(options)?;
+    let agent = seats::random()?;
+    let meeting = Meeting::join(options, agent)?;
     if options.devices == 0 && !meeting.seats.has_own() {
         return Err(Error::Launch(
             "an agent with --nproc-per-node 0 coordinates the job, so it must host the rendezvous; start it on \
@@ -48,15 +49,15 @@ pub fn run(options: &AgentOptions) -> Result<i32> {
                 .to_owned(),
         ));
     }
-    let agent = seats::random()?;
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let coordinator_failed = Arc::new(OnceLock::new());
     if meeting.seats.has_own() {
         let (seats, options, own) = (meeting.seats.clone(), options.clone(), (agent, host.clone()));
         let (address, secret) = (meeting.address.clone(), meeting.secret.clone());
+        let connected = meeting.connected.clone();
         let failed = coordinator_failed.clone();
         let run = move || {
-            let coordinate = || coordinate(seats, (&address, &secret), options, own);
+            let coordinate = || coordinate(seats, connected, (&address, &secret), options, own);
             let why = match catch_unwind(AssertUnwindSafe(coordinate)) {
                 Ok(end) => end.err().map(|error| error.to_string()),
                 Err(_) => Some("its thread panicked".to_owned()),

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+use super::endpoint::{CONNECTS_AGAIN, Connected};
 use super::plan::{Attempt, Member, Over};
 use super::quorum::{self, Claim, Lead, Record, Seat};
 use crate::{Error, Result};
@@ -24,8 +25,9 @@ pub(super) struct Decision {
     pub(super) agents: Vec<(u64, Member, bool)>,
     /// How often each host was lost.
     pub(super) lost_hosts: BTreeMap<String, u64>,
-    /// The coordinator's own agent, and its host.
+    /// The coordinator's own agent, its host, and its term.
     pub(super) coordinator: (u64, String),
+    pub(super) term: u64,
     pub(super) over: Option<Over>,
 }
 
@@ -51,6 +53,8 @@ pub(super) struct Seats {
 struct Shared {
     state: Mutex<State>,
     changed: Condvar,
+    /// The agents' connections to this agent's own seat.
+    connected: Connected,
     /// How long a coordinator may be silent.
     lease: Duration,
     interval: Duration,
@@ -84,6 +88,15 @@ struct View {
     unreached: Option<(Error, bool)>,
 }
 
+impl View {
+    /// The agent that holds the seat as coordinator; `None` before its first decision.
+    fn coordinator(&self) -> Option<u64> {
+        let record = self.seat.as_ref()?.record.as_ref()?;
+        let decision = record.decided.value.as_ref()?;
+        (decision.term == record.term).then_some(decision.coordinator.0)
+    }
+}
+
 /// A seat's answer to a claim.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Answer {
@@ -98,6 +111,7 @@ impl Seats {
     pub(super) fn new(
         connections: Vec<Connect>,
         own: Option<usize>,
+        connected: Connected,
         lease: Duration,
     ) -> Result<Self> {
         let state = State {
@@ -112,7 +126,7 @@ impl Seats {
         };
         let interval = (lease / 10).min(Duration::from_millis(500));
         let (state, changed) = (Mutex::new(state), Condvar::new());
-        let shared = Arc::new(Shared { state, changed, lease, interval });
+        let shared = Arc::new(Shared { state, changed, connected, lease, interval });
         for (seat, connect) in connections.into_iter().enumerate() {
             let life = (own == Some(seat)).then(random).transpose()?;
             let shared = shared.clone();
@@ -178,7 +192,7 @@ impl Seats {
         let Some(own) = self.own else { return Err(Error::other("this agent has no seat")) };
         let (new_job, lease) = (random()?, self.shared.lease);
         let possible = |state: &State| {
-            let is_silent = |at: usize| state.is_silent(at, own, lease);
+            let is_silent = |at: usize| state.is_silent(at, own, &self.shared.connected, lease);
             quorum::claim(own, &state.reached(lease), is_silent, || (new_job, None))
         };
         let mut state = self.shared.lock();
@@ -306,12 +320,17 @@ impl State {
     }
 
     /// Whether the agent of seat `own` may claim a seat: its record has not changed for so long
-    /// that its coordinator has given up. Of several agents the one of the first seat begins.
-    fn is_silent(&self, at: usize, own: usize, lease: Duration) -> bool {
+    /// that its coordinator has given up, or the coordinator's connection to `own` has ended too.
+    /// Of several agents the one of the first seat begins.
+    fn is_silent(&self, at: usize, own: usize, connected: &Connected, lease: Duration) -> bool {
         let reached = self.reached(lease);
         let before = reached[..own].iter().flatten().count() as u32;
-        let changed = self.seats[at].changed;
-        changed.is_some_and(|changed| changed.elapsed() >= lease + before * lease / 2)
+        let view = &self.seats[at];
+        let is_silent_for = |time: Duration| {
+            view.changed.is_some_and(|changed| changed.elapsed() >= time + before * time / 2)
+        };
+        let is_cut_off = || view.coordinator().is_some_and(|agent| connected.is_cut_off(agent));
+        is_silent_for(lease) || is_silent_for(CONNECTS_AGAIN) && is_cut_off()
     }
 }
 
@@ -509,6 +528,10 @@ pub(super) struct TermStore {
 }
 
 impl TermStore {
+    pub(super) fn term(&self) -> u64 {
+        self.term
+    }
+
     fn key(&self, key: &str) -> String {
         format!("{}/{key}", self.term)
     }

@@ -7,7 +7,7 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::connections::Connections;
 use super::handshake::{self, Accepted, Denial, Greeting, Purpose};
@@ -139,6 +139,11 @@ impl StoreServer {
         self.shared.table.read().members.get(rank).is_some_and(|member| member.left)
     }
 
+    /// For how long `rank` has been without a connection; `None` if it has one, or never had.
+    pub fn lost_for(&self, rank: usize) -> Option<Duration> {
+        Some(self.shared.table.read().members.get(rank)?.lost?.elapsed())
+    }
+
     /// Tells the clients that this process leaves, so that its end is not a failure.
     ///
     /// `false` takes the announcement back.
@@ -152,7 +157,7 @@ impl StoreServer {
     pub fn wait_for_others(&self, own: usize, timeout: Duration) -> bool {
         let gone = |state: &State| {
             !state.failures.is_empty()
-                || others(state, own).all(|member| member.left || member.lost)
+                || others(state, own).all(|member| member.left || member.lost.is_some())
         };
         self.shared.table.wait(timeout, |state| gone(state).then_some(())).is_some()
     }
@@ -161,8 +166,9 @@ impl StoreServer {
     ///
     /// Returns false after `timeout`.
     pub fn wait_until_notified(&self, own: usize, timeout: Duration) -> bool {
-        let notified =
-            |state: &State| others(state, own).all(|m| !m.joined || m.notified || m.left || m.lost);
+        let notified = |state: &State| {
+            others(state, own).all(|m| !m.joined || m.notified || m.left || m.lost.is_some())
+        };
         self.shared.table.wait(timeout, |state| notified(state).then_some(())).is_some()
     }
 }
@@ -468,7 +474,7 @@ fn connection_ended(shared: &Shared, rank: usize) {
             member.joined = false;
             return;
         }
-        member.lost = true;
+        member.lost = Some(Instant::now());
         // After a first failure, other ranks end because of it.
         let failed = !closed && !member.left && state.failures.is_empty();
         if failed && shared.on_lost == LostRankPolicy::Failed {
@@ -485,7 +491,7 @@ fn send_notices(stream: &TcpStream, shared: &Shared, rank: usize) {
     let (mut sent_failure, mut sent_host_left) = (false, false);
     loop {
         let notice = shared.table.wait(HEARTBEAT, |state| {
-            if state.closed || state.members.get(rank).is_none_or(|member| member.lost) {
+            if state.closed || state.members.get(rank).is_none_or(|member| member.lost.is_some()) {
                 return Some(None);
             }
             if state.host_left != sent_host_left {

@@ -139,8 +139,12 @@ fn lost_rank_fails_but_left_rank_does_not() {
 fn parent_reports_lost_ranks() {
     let server = StoreServer::bind(loopback(), key(), 2, LostRankPolicy::ParentReports).unwrap();
     let store = client(&server, 0, 2);
-    drop(raw_health(&server, 1, 2));
+    let connected = raw_health(&server, 1, 2);
+    assert_eq!(server.lost_for(1), None);
+    drop(connected);
     assert!(server.wait_for_others(0, LONG), "rank 1 is seen as lost");
+    assert!(server.lost_for(1).is_some());
+    assert_eq!((server.lost_for(0), server.lost_for(2)), (None, None));
     assert_eq!(server.failures(), []);
     server.fail(1, "killed");
     assert_eq!(store.wait_for_failure(LONG), Some((1, "killed".to_owned())));

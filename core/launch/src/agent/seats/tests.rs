@@ -70,7 +70,8 @@ impl Agent {
         };
         let connections = stores.iter().zip(&cables).map(connect).collect();
         let lease = Duration::from_millis(600);
-        Self { seats: Arc::new(Seats::new(connections, Some(own), lease).unwrap()), cables }
+        let seats = Seats::new(connections, Some(own), Connected::default(), lease).unwrap();
+        Self { seats: Arc::new(seats), cables }
     }
 
     fn set_cut(&self, seat: usize, is_cut: bool) {
@@ -93,6 +94,7 @@ impl Agent {
             agents: Vec::new(),
             lost_hosts: BTreeMap::new(),
             coordinator: (0, String::new()),
+            term: 0,
             over: None,
         })
     }
