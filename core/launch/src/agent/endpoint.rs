@@ -43,14 +43,17 @@ impl Connected {
         Self(Arc::downgrade(server))
     }
 
-    /// Whether an agent's connection has ended, and it could have connected again meanwhile.
-    pub(super) fn is_cut_off(&self, agent: u64) -> bool {
-        let lost_for = || {
-            let server = self.0.upgrade()?;
-            let number = server.value(&connection(agent))?;
-            server.lost_for(serde_json::from_slice(&number).ok()?)
+    /// Whether an agent's connection has ended, and it could have connected again meanwhile. One
+    /// that is known `since` then should have connected at all.
+    pub(super) fn is_cut_off(&self, agent: u64, since: Instant) -> bool {
+        let Some(server) = self.0.upgrade() else { return false };
+        let number = server.value(&connection(agent));
+        let number = number.and_then(|number| serde_json::from_slice(&number).ok());
+        let lost_for = match number {
+            Some(number) => server.lost_for(number),
+            None => Some(since.elapsed()),
         };
-        lost_for().is_some_and(|time| time >= CONNECTS_AGAIN)
+        lost_for.is_some_and(|time| time >= CONNECTS_AGAIN)
     }
 }
 

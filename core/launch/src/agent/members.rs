@@ -206,9 +206,13 @@ impl Members {
             .map(|(agent, _)| *agent)
     }
 
+    fn is_cut_off(&self, agent: u64, known: &Known) -> bool {
+        self.connected.is_cut_off(agent, known.since)
+    }
+
     fn lives(&self, agent: u64, known: &Known) -> bool {
         let is_heard = known.heard.is_some_and(|heard| heard.elapsed() < self.options.keep_alive);
-        !known.refused && is_heard && !self.connected.is_cut_off(agent)
+        !known.refused && is_heard && !self.is_cut_off(agent, known)
     }
 
     /// Whether an agent has come that may be admitted soon.
@@ -250,7 +254,7 @@ impl Members {
         }
         Some(match known {
             Some(known) if known.refused => YIELDS,
-            Some(_) if self.connected.is_cut_off(agent) => CONNECTS_AGAIN,
+            Some(known) if self.is_cut_off(agent, known) => CONNECTS_AGAIN,
             _ => self.options.keep_alive,
         })
     }

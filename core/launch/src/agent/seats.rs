@@ -326,11 +326,11 @@ impl State {
         let reached = self.reached(lease);
         let before = reached[..own].iter().flatten().count() as u32;
         let view = &self.seats[at];
-        let is_silent_for = |time: Duration| {
-            view.changed.is_some_and(|changed| changed.elapsed() >= time + before * time / 2)
-        };
-        let is_cut_off = || view.coordinator().is_some_and(|agent| connected.is_cut_off(agent));
-        is_silent_for(lease) || is_silent_for(CONNECTS_AGAIN) && is_cut_off()
+        let Some(changed) = view.changed else { return false };
+        let is_silent_for = |time: Duration| changed.elapsed() >= time + before * time / 2;
+        let is_cut_off = |agent| connected.is_cut_off(agent, changed);
+        is_silent_for(lease)
+            || is_silent_for(CONNECTS_AGAIN) && view.coordinator().is_some_and(is_cut_off)
     }
 }
 
