@@ -51,6 +51,9 @@ impl Strike {
     }
 }
 
+/// How often nodes are lost: all are on one host, which a job takes in again so often.
+const MAX_NODE_LOSSES: usize = 3;
+
 /// How often a job is struck.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Strikes {
@@ -167,7 +170,9 @@ fn strike_at_random(scratch: &Scratch, trial: &mut Trial, strikes: Strikes, tall
             (0, false) if has_own && coordinators == Coordinators::Three && rng.bool() => {
                 Strike::Coordinator
             }
-            (0, false) => Strike::Node(rng.usize(first_mortal..nodes)),
+            (0, false) if killed.len() < MAX_NODE_LOSSES => {
+                Strike::Node(rng.usize(first_mortal..nodes))
+            }
             (0 | 1, true) => Strike::Return,
             // A frozen rank hears of no interruption.
             (2, _) if !interrupts => Strike::Rank(rng.usize(..world_size), Signal::STOP),
