@@ -25,9 +25,9 @@
 //! their agent's own store, since the job's store may be on a lost host; agents that have come
 //! later are taken in the same way. If the job cannot go on, the loss is a failure as above.
 //!
-//! An agent that is silent for `keep_alive` counts as lost, and so does a coordinator. An agent
-//! whose connection has ended is lost unless it connects again within two seconds. Without a
-//! coordinator, agents end their ranks after twice `keep_alive`.
+//! An agent that is silent for `keep_alive` counts as lost, and so does a coordinator. If the
+//! connection of either has ended, it is lost unless it connects again within two seconds. Without
+//! a coordinator, agents end their ranks after twice `keep_alive`.
 //!
 //! # Invariants
 //! - The thread that watches ranks and signals makes no request to the store, so an unreachable
