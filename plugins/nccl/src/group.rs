@@ -385,6 +385,10 @@ impl ProcessGroup for Group {
         self.messages.flush().map_err(|failure| self.shared.error("send", failure))
     }
 
+    fn travels_apart(&self, tensor: &Tensor) -> bool {
+        !self.shared.world.streams.reaches(tensor)
+    }
+
     fn empty(&self, elements: usize, dtype: DType, device: &Device) -> Result<Tensor> {
         self.shared.host.empty(elements, dtype, device)
     }

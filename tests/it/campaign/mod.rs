@@ -8,6 +8,7 @@
 
 mod agents;
 mod configs;
+mod coordinators;
 mod elastic_hosts;
 mod flips;
 mod kills;

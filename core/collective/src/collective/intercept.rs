@@ -162,6 +162,10 @@ impl<I: Interceptor> ProcessGroup for Intercepted<I> {
         self.group.begin_messages()
     }
 
+    fn travels_apart(&self, tensor: &Tensor) -> bool {
+        self.group.travels_apart(tensor)
+    }
+
     fn split(&self, partition: &[Vec<usize>], name: &str) -> Result<Arc<dyn ProcessGroup>> {
         self.by.around(self.group.split(partition, name)?)
     }

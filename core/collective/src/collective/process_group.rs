@@ -152,6 +152,13 @@ pub trait ProcessGroup: Send + Sync {
         Ok(())
     }
 
+    /// Whether messages with tensors like this one, of the host, have an order of their own: they
+    /// may be received before messages with tensors of a device that were sent earlier. By default
+    /// all messages to a rank arrive in the order of sending. The same on all ranks.
+    fn travels_apart(&self, _tensor: &Tensor) -> bool {
+        false
+    }
+
     /// Splits the group into smaller groups. `partition` lists disjoint sets of this group's ranks,
     /// equal on every rank, with every rank in exactly one set. Returns the group of this rank's
     /// set, in the set's order. Collective over the whole group.

@@ -6,7 +6,7 @@
 //! messages. A message is a head of fixed size, which says what follows, and tensors: lengths may
 //! differ from micro-batch to micro-batch. The head describes the first tensor. If there are
 //! others, a second head describes those. Heads are tensors of the host: a GPU waits for a message
-//! only when its head has come, and so its sender has computed it. In a dry run nothing comes: the
+//! only when its head has come, and so the message is under way. In a dry run nothing comes: the
 //! rank receives what [`DryBorders`] says.
 
 use std::collections::{BTreeMap, HashMap};
@@ -93,9 +93,15 @@ impl Links {
         let mut sent = Sent { works: Vec::new(), _held: Vec::new() };
         let tensors = border.tensors.iter().map(|of| of.tensor.detach().contiguous());
         let tensors = tensors.collect::<candle_core::Result<Vec<_>>>()?;
+        let heads = heads(key, border)?;
+        // Once a head has come, the receiver's device waits for the tensors before it computes on.
+        // They must be under way by then: if this device first waited for a message of the
+        // receiver, both would wait for each other.
+        let tensors_first = heads.iter().all(|head| group.travels_apart(head));
         // Both ranks begin each head alone, and the tensors together.
-        let heads = heads(key, border)?.into_iter().map(|head| vec![head]);
-        for together in heads.chain([tensors]) {
+        let mut parts: Vec<Vec<Tensor>> = heads.into_iter().map(|head| vec![head]).collect();
+        parts.insert(if tensors_first { 0 } else { parts.len() }, tensors);
+        for together in parts {
             for tensor in together {
                 sent.works.push(group.send(&tensor, 1)?);
                 sent._held.push(tensor);
