@@ -25,8 +25,9 @@ pub(super) struct Decision {
     pub(super) agents: Vec<(u64, Member, bool)>,
     /// How often each host was lost.
     pub(super) lost_hosts: BTreeMap<String, u64>,
-    /// The coordinator's own agent, its host, and its term.
+    /// The coordinator's own agent, and its host.
     pub(super) coordinator: (u64, String),
+    /// The coordinator's term.
     pub(super) term: u64,
     pub(super) over: Option<Over>,
 }
@@ -319,9 +320,9 @@ impl State {
         quorum::coordinator(&self.reached(lease))
     }
 
-    /// Whether the agent of seat `own` may claim a seat: its record has not changed for so long
-    /// that its coordinator has given up, or the coordinator's connection to `own` has ended too.
-    /// Of several agents the one of the first seat begins.
+    /// Whether the agent of seat `own` may claim a seat. Its record has not changed for so long
+    /// that its coordinator has given up. If the coordinator's connection to `own` has ended, a
+    /// shorter time is enough. Of several agents the one of the first seat begins.
     fn is_silent(&self, at: usize, own: usize, connected: &Connected, lease: Duration) -> bool {
         let reached = self.reached(lease);
         let before = reached[..own].iter().flatten().count() as u32;

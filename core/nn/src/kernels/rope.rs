@@ -70,7 +70,7 @@ pub(crate) fn rotate(x: &Tensor, angles: &Angles, inverse: bool) -> Result<Tenso
         let second = (b.broadcast_mul(&cos)? + a.broadcast_mul(&sin)?)?;
         let rest = x.narrow(D::Minus1, 2 * half, d - 2 * half)?;
         let parts = if d > 2 * half { vec![first, second, rest] } else { vec![first, second] };
-        // candle joins a part that is a view in transposed memory.
+        // If a part is a view, candle joins all in transposed memory.
         return Ok(Tensor::cat(&parts, D::Minus1)?.contiguous()?.to_dtype(dtype)?);
     }
     let y = with_float!(x.dtype(), T => {

@@ -2,11 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_checkpoint_local as _;
 use fulgurite_core::Result;
-use fulgurite_core::collective::ProcessGroup;
+use fulgurite_core::collective::{Collective, End, Intercepted, Interceptor, ProcessGroup, Work};
 use fulgurite_core::config::ConfigLayers;
 use fulgurite_core::data::{DataContext, DataModule, Split};
 use fulgurite_core::module::stage::{self, StageTensors};
@@ -156,4 +157,50 @@ fn pipelines_train_as_one_device() {
             job.check();
         }
     }
+}
+
+/// Comes late to everything after it has sent a head.
+struct Late;
+
+impl Interceptor for Late {
+    fn start(
+        &self,
+        group: &Arc<dyn ProcessGroup>,
+        collective: Collective,
+        overlap: bool,
+    ) -> Result<Work> {
+        group.start(collective, overlap)
+    }
+
+    fn start_after(
+        &self,
+        group: &Arc<dyn ProcessGroup>,
+        end: &Arc<dyn End>,
+        collective: Collective,
+    ) -> Result<Option<Work>> {
+        group.start_after(end, collective)
+    }
+
+    fn around(&self, part: Arc<dyn ProcessGroup>) -> Result<Arc<dyn ProcessGroup>> {
+        Ok(Arc::new(Intercepted::new(part, Self)))
+    }
+
+    fn send(&self, group: &Arc<dyn ProcessGroup>, tensor: &Tensor, dst: usize) -> Result<Work> {
+        let work = group.send(tensor, dst)?;
+        if tensor.dtype() == DType::F64 {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(work)
+    }
+}
+
+/// Each rank receives a head while its own next message is not yet given to the device.
+#[test]
+fn late_senders_do_not_wait_for_each_other() {
+    let floats = vec![DType::F32, DType::BF16, DType::F16];
+    let job = Job { dtypes: Some(floats), ..Job::new(1) };
+    let strategy =
+        "{ type = 'model_parallel', pipeline_parallel_size = 2, pipeline_schedule = 'zb_v' }";
+    job.run(2, |world| train(Arc::new(Intercepted::new(world, Late)), strategy, 2)).unwrap();
+    job.check();
 }
