@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::net::{TcpListener, TcpStream};
+use std::time::Duration;
 
 use rustix::process::{Signal, kill_process};
 use serde_json::Value;
@@ -375,6 +376,33 @@ fn a_lost_node_comes_back() {
         gone_on(&runs).iter().map(|event| event["world_size"].clone()).collect();
     assert_eq!(sizes, [2, 4]);
     assert_close_to(&losses(&runs), &expected);
+}
+
+#[test]
+fn a_node_is_lost_before_all_have_begun() {
+    let scratch = Scratch::with_tokens();
+    let job =
+        training(&scratch, "ddp").set(&["trainer.max_steps=800", "trainer.global_batch_size=24"]);
+    let expected = alone(&job);
+    let agents = Agents::new(job, "1:3", "1");
+    let coordinator = agents.start_coordinator();
+    let [first, second, third] = ["0", "1", "2"].map(|node_rank| agents.start(node_rank));
+    let process = rank_of(&second, 1);
+    first.reach(20);
+    // The first agent does not begin the generation in which the second one's rank is replaced.
+    kill_process(first.pid(), Signal::STOP).unwrap();
+    kill_process(process, Signal::KILL).unwrap();
+    coordinator.until("generation 1", |this| this.said("generation 1 ").then_some(()));
+    kill_process(third.pid(), Signal::KILL).unwrap();
+    let killed = third.wait();
+    std::thread::sleep(Duration::from_secs(4));
+    kill_process(first.pid(), Signal::CONT).unwrap();
+    let runs = [first, second].map(Running::wait);
+    let sizes: Vec<Value> =
+        gone_on(&runs).iter().map(|event| event["world_size"].clone()).collect();
+    assert_eq!(sizes.last(), Some(&2.into()));
+    assert_close_to(&with_killed(&killed, &runs), &expected);
+    assert_eq!(coordinator.wait().code(), Some(0));
 }
 
 #[test]

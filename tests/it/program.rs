@@ -550,10 +550,12 @@ impl Running {
 
     pub fn until<T>(&self, what: &str, found: impl Fn(&Self) -> Option<T>) -> T {
         loop {
+            let has_ended = self.members().is_empty();
             if let Some(found) = found(self) {
                 return found;
             }
             let err = fs::read_to_string(&self.stderr).unwrap();
+            assert!(!has_ended, "the program has ended before {what}:\n{err}");
             assert!(self.started.elapsed() < LIMIT, "waited in vain for {what}:\n{err}");
             std::thread::sleep(LOOK);
         }

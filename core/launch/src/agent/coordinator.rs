@@ -280,6 +280,13 @@ impl Coordinator {
         }
     }
 
+    /// Whether an agent has told that its ranks of an attempt fail, or have ended.
+    fn has_failed(&self, attempt: &Attempt, node: &Node) -> bool {
+        let (number, agent) = (attempt.number, node.agent);
+        read::<(String, i32)>(&self.store, &keys::failing(number, agent)).is_some()
+            || read::<End>(&self.store, &keys::end(number, agent)).is_some()
+    }
+
     /// Whether a rank has ended well that was to go on in this generation.
     fn is_done(&self, attempt: &Attempt) -> bool {
         attempt.generation.is_some()
@@ -307,6 +314,10 @@ impl Coordinator {
                 Some(told) => all_told.push(told),
                 None if self.members.silent_for(node.agent).is_some() => {}
                 None if self.failed_to_come(attempt, node).is_some() => {}
+                // A loss that is known already must not pass for the end of the job.
+                None if attempt.generation.is_some() && !self.has_failed(attempt, node) => {
+                    return Ok(Next::Later);
+                }
                 None => return Ok(Next::Nothing),
             }
         }
@@ -333,11 +344,11 @@ impl Coordinator {
                 self.note_lost_nodes(attempt, &changes, &next.0, &is_out)?;
                 return Ok(Next::Generation(Box::new(next.0), next.1));
             }
-            // The loss of a node, which is not a rank's end, is noticed below.
             // An agent that has come may be admitted soon.
             Err(Refusal::TooFew(_)) if self.members.is_to_admit() => return Ok(Next::Later),
-            Err(_) if changes.lost.is_empty() && !cannot_join => return Ok(Next::Nothing),
             Err(Refusal::TooFew(why)) => format!(", and the job cannot go on: {why}"),
+            // A node that is lost once the job is over is noticed below.
+            Err(_) if changes.lost.is_empty() && !cannot_join => return Ok(Next::Nothing),
             Err(Refusal::Unchanged | Refusal::Over) => String::new(),
         };
         let cause = changes.cause(attempt);
@@ -471,7 +482,7 @@ impl Coordinator {
 enum Next {
     /// As before.
     Nothing,
-    /// It may with agents that have come, and are not admitted yet.
+    /// It may, once all agents have begun this generation, or those that have come are admitted.
     Later,
     /// In this generation, with the number of new processes of each of its ranks.
     Generation(Box<Attempt>, Vec<u64>),

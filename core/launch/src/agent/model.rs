@@ -19,6 +19,9 @@ enum Fault {
     LossForgotten,
     /// The coordinator decides again before all agents have begun the present generation.
     DecidesEarly,
+    /// The coordinator ends the job for a lost agent while others have yet to begin the present
+    /// generation.
+    GivesUp,
 }
 
 #[derive(Debug, Clone, PartialEq)]
@@ -226,6 +229,7 @@ impl World {
             return;
         }
         let mut changes = Changes::default();
+        let mut all_have_begun = true;
         for node in &self.attempt.nodes {
             if !self.agents[&node.agent].alive {
                 changes.gone.insert(node.agent, "is silent".to_owned());
@@ -237,8 +241,12 @@ impl World {
                     changes.lost.extend(lost.iter().map(|rank| (*rank, loss.clone())));
                 }
                 None if fault == Fault::DecidesEarly => {}
-                None => return,
+                None => all_have_begun = false,
             }
+        }
+        if !all_have_begun {
+            self.failed = fault == Fault::GivesUp && !changes.gone.is_empty();
+            return;
         }
         let waiting = self.agents.iter().filter(|(_, agent)| agent.alive && agent.attempt == 0);
         changes.come = waiting.map(|(agent, _)| (*agent, member(1))).collect();
@@ -253,14 +261,17 @@ impl World {
     }
 
     /// # Errors
-    /// If two processes have the same place in a generation, or nothing happens any more although
-    /// ranks of the last generation are missing.
+    /// If two processes have the same place in a generation, the job has failed although some are
+    /// left, or nothing happens any more although ranks of the last generation are missing.
     fn check(&self, is_last: bool) -> Result<(), String> {
         let mut places = BTreeSet::new();
         for process in self.processes.iter().filter(|process| process.alive) {
             if !places.insert((process.attempt, process.rank)) {
                 return Err(format!("two processes are rank {}", process.rank));
             }
+        }
+        if self.failed && !places.is_empty() {
+            return Err(format!("the job has failed with {places:?}"));
         }
         if !is_last || self.failed {
             return Ok(());
@@ -320,7 +331,7 @@ fn all_ranks_meet_after_any_losses() {
 
 #[test]
 fn planted_faults_are_found() {
-    for fault in [Fault::LossForgotten, Fault::DecidesEarly] {
+    for fault in [Fault::LossForgotten, Fault::DecidesEarly, Fault::GivesUp] {
         let found = explore(World::new(&[1, 1], 2, 1), fault);
         assert!(found.is_err(), "{fault:?}");
     }
