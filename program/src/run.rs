@@ -69,6 +69,10 @@ pub(crate) struct Run {
     /// How often the job is started again, on all nodes, after a failure
     #[arg(long, alias = "max_restarts", value_name = "K", default_value_t = 0)]
     max_restarts: u64,
+    /// SIGTERM takes this node out of an elastic job, which goes on with the others: for a host
+    /// that is drained. By default it ends the job on all nodes
+    #[arg(long)]
+    leave_on_sigterm: bool,
     /// Writes each rank's output to DIR/JOB/attempt_N/RANK/{stdout,stderr}.log, where JOB is the id
     /// and some letters
     #[arg(long, alias = "log_dir", value_name = "DIR")]
@@ -125,6 +129,7 @@ impl Run {
             local_address: self.local_addr,
             id: self.rdzv_id,
             max_restarts: self.max_restarts,
+            leave_on_sigterm: self.leave_on_sigterm,
             job_key_file: self.job_key_file,
             log_dir: self.log_dir,
             tee: self.tee,

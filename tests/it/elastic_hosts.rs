@@ -48,12 +48,14 @@ pub(crate) struct Agents<'a> {
     nodes: &'a str,
     devices: &'a str,
     keep_alive_secs: &'a str,
+    leave_on_sigterm: bool,
 }
 
 impl<'a> Agents<'a> {
     pub(crate) fn new(job: Job<'a>, nodes: &'a str, devices: &'a str) -> Self {
         // An agent that is killed is noticed long before it is silent for so long.
-        Self { job, endpoint: free_endpoints(1), nodes, devices, keep_alive_secs: "600" }
+        let (keep_alive_secs, leave_on_sigterm) = ("600", false);
+        Self { job, endpoint: free_endpoints(1), nodes, devices, keep_alive_secs, leave_on_sigterm }
     }
 
     /// Agents that meet at three endpoints.
@@ -83,7 +85,13 @@ impl<'a> Agents<'a> {
         coordinator
     }
 
+    /// Agents that leave the job on SIGTERM.
+    fn leaving_on_sigterm(self) -> Self {
+        Self { leave_on_sigterm: true, ..self }
+    }
+
     fn with(&self, more: &[&str]) -> Job<'a> {
+        let leave: &[&str] = if self.leave_on_sigterm { &["--leave-on-sigterm"] } else { &[] };
         let args = [
             "--nnodes",
             self.nodes,
@@ -96,7 +104,7 @@ impl<'a> Agents<'a> {
             "--last-call-timeout-secs",
             "5",
         ];
-        self.job.clone().env("FULGURITE_JOB_KEY", KEY).under_agent(&[&args, more].concat())
+        self.job.clone().env("FULGURITE_JOB_KEY", KEY).under_agent(&[&args, leave, more].concat())
     }
 
     pub(crate) fn start(&self, node_rank: &str) -> Running {
@@ -376,6 +384,60 @@ fn a_lost_node_comes_back() {
         gone_on(&runs).iter().map(|event| event["world_size"].clone()).collect();
     assert_eq!(sizes, [2, 4]);
     assert_close_to(&losses(&runs), &expected);
+}
+
+#[test]
+fn nodes_that_are_drained_leave() {
+    let scratch = Scratch::with_tokens();
+    let job = training(&scratch, "fsdp").set(&[
+        "trainer.elastic.replicas=1",
+        "trainer.max_steps=1000",
+        "trainer.global_batch_size=24",
+    ]);
+    let expected = alone(&job);
+    let agents = Agents::new(job, "1:3", "1").with_three_seats().leaving_on_sigterm();
+    let [first, second, third] = ["0", "1", "2"].map(|node_rank| agents.start(node_rank));
+    let leave = |this: Running| {
+        this.signal(Signal::TERM);
+        let run = this.wait();
+        assert_eq!(run.code(), Some(143), "{}", run.stderr);
+        assert!(run.stderr.contains("this node has left the job, which goes on"), "{}", run.stderr);
+        run
+    };
+    first.reach(20);
+    // It coordinates the job, and reports its steps.
+    let first = leave(first);
+    // Before another one coordinates it.
+    let fourth = agents.start("0");
+    second.until("the node to come", |this| this.said(" with 3 ranks").then_some(()));
+    leave(third);
+    let runs = [second, fourth].map(Running::wait);
+    let sizes: Vec<Value> =
+        gone_on(&runs).iter().map(|event| event["world_size"].clone()).collect();
+    assert!(sizes.ends_with(&[3.into(), 2.into()]), "{sizes:?}");
+    let said = "leaves the job, as it was asked to. The job goes on";
+    assert!(first.stderr.contains(said), "{}", first.stderr);
+    assert_close_to(&with_killed(&first, &runs), &expected);
+}
+
+#[test]
+fn the_last_node_to_be_drained_ends_the_job() {
+    let scratch = Scratch::with_tokens();
+    let job = training(&scratch, "ddp").set(&["trainer.max_steps=100000"]);
+    let agents = Agents::new(job, "1:2", "1").leaving_on_sigterm();
+    let coordinator = agents.start_coordinator();
+    let running = agents.start_two();
+    running[0].reach(20);
+    // All at once, as a scheduler asks.
+    running.iter().for_each(|this| this.signal(Signal::TERM));
+    let runs = running.map(Running::wait);
+    for run in &runs {
+        assert_eq!(run.code(), Some(143), "{}", run.stderr);
+    }
+    let saved = runs[0].events_of("checkpoint");
+    assert_eq!(saved.last().expect("a checkpoint")["step"], runs[0].summary()["steps"]);
+    let coordinator = coordinator.wait();
+    assert!(coordinator.stderr.contains("the job ends, because node 0"), "{}", coordinator.stderr);
 }
 
 #[test]

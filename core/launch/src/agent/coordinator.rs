@@ -18,12 +18,16 @@ use crate::Result;
 use crate::link::{AgentLink, GoingOn};
 use fulgurite_error::{counted, print_message};
 use fulgurite_store::JobKey;
+use signal_hook::consts::SIGTERM;
 
 const POLL: Duration = Duration::from_millis(100);
 /// Time that agents have to report the end of their ranks, beyond the ranks' own time to end.
 const ENDING: Duration = Duration::from_secs(30);
 /// Number of the last generations whose stores stay open.
 const KEPT_STORES: usize = 3;
+/// How long agents are waited for that are asked to leave with another one: if all are, the job
+/// ends.
+const LEAVE_TOGETHER: Duration = Duration::from_secs(1);
 /// How long a new agent must be there before an elastic job takes it in.
 const SETTLED: Duration = Duration::from_secs(1);
 
@@ -40,6 +44,8 @@ struct Coordinator {
     decided: Option<Decision>,
     /// The host of the coordinator before, whose store the ranks of the present generation used.
     lost_coordinator: Option<String>,
+    /// Since when an agent asks to leave.
+    leaving: Option<Instant>,
 }
 
 /// Waits until this agent wins the seats, and then coordinates the job to its end. `own` is the
@@ -66,6 +72,7 @@ pub(super) fn coordinate(
         secret: secret.to_owned(),
         decided: None,
         lost_coordinator: None,
+        leaving: None,
     };
     let attempt = before.map(|before| coordinator.take_over(before)).transpose()?;
     coordinator.run(attempt)
@@ -237,7 +244,7 @@ impl Coordinator {
 
     /// What has changed in an attempt of an elastic job, and whether it may go on: not if a rank is
     /// done with the training, or the job was asked to end.
-    fn changes(&self, attempt: &Attempt) -> (Changes, bool) {
+    fn changes(&mut self, attempt: &Attempt) -> (Changes, bool) {
         let coordinator = self.lost_coordinator.clone();
         let (mut changes, mut may_go_on) = (Changes { coordinator, ..Changes::default() }, true);
         for node in &attempt.nodes {
@@ -250,14 +257,23 @@ impl Coordinator {
             let has_ended: Option<End> = read(&self.store, &keys::end(attempt.number, node.agent));
             may_go_on &= !losses.ends && has_ended.is_none();
             changes.lost.extend(losses.lost);
+            if losses.leaves {
+                changes.leaving.insert(node.agent);
+            }
             if let Some(silent) = self.members.silent_for(node.agent) {
                 changes.gone.insert(node.agent, format!("was not heard of for {silent:?}"));
             }
         }
         let asked: Option<i32> = read(&self.store, &keys::interrupt(attempt.number));
         may_go_on &= asked.is_none();
+        match changes.leaving.is_empty() {
+            true => self.leaving = None,
+            false if self.leaving.get_or_insert_with(Instant::now).elapsed() >= LEAVE_TOGETHER => {}
+            false => changes.leaving.clear(),
+        }
         // After a loss all agents that are there are needed at once.
-        let settled = if changes.is_loss() { Duration::ZERO } else { SETTLED };
+        let is_loss = changes.is_loss() || !changes.leaving.is_empty();
+        let settled = if is_loss { Duration::ZERO } else { SETTLED };
         changes.come = self.members.comers(attempt, settled);
         (changes, may_go_on)
     }
@@ -325,18 +341,30 @@ impl Coordinator {
         let before = attempt.generation.as_ref().map(|generation| &generation.going_on);
         let known = all_told.iter().find(|told| told.work.is_some()).or(all_told.first());
         let Some(going_on) = known.or(before).cloned() else { return Ok(Next::Nothing) };
-        let (changes, may_go_on) = self.changes(attempt);
-        if !changes.is_loss() && (changes.come.is_empty() || !may_go_on) {
+        let (mut changes, may_go_on) = self.changes(attempt);
+        let changes_by_itself = !changes.come.is_empty() || !changes.leaving.is_empty();
+        if !changes.is_loss() && !(changes_by_itself && may_go_on) {
             return Ok(Next::Nothing);
         }
         let allowed = self.options.nodes;
         let cannot_join =
             attempt.nodes.iter().any(|node| self.failed_to_come(attempt, node).is_some());
-        let next = match may_go_on {
-            true => generation::next(attempt, &changes, restarts, &going_on, allowed),
+        let next = |changes: &Changes| match may_go_on {
+            true => generation::next(attempt, changes, restarts, &going_on, allowed),
             false => Err(Refusal::Over),
         };
-        let why = match next {
+        let mut result = next(&changes);
+        if let Err(Refusal::TooFew(why)) = &result
+            && !changes.leaving.is_empty()
+        {
+            if !changes.is_loss() {
+                return Ok(Next::Ends(format!("{}: {why}", changes.cause(attempt))));
+            }
+            // The losses come first. Who leaves may be the last to have the state.
+            changes.leaving.clear();
+            result = next(&changes);
+        }
+        let why = match result {
             Ok(next) => {
                 let is_out = |rank: usize| {
                     changes.lost.contains_key(&rank) && restarts[rank] >= going_on.max_restarts
@@ -356,8 +384,8 @@ impl Coordinator {
         Ok(Next::Failed { message: format!("{cause}{why}"), rank: cause.rank(), code })
     }
 
-    /// Notes hosts that are lost, and agents that are left out with a rank that was lost too often
-    /// (`is_out`): these are not taken in again.
+    /// Notes hosts that are lost. Notes agents that leave, or are left out with a rank that was lost
+    /// too often (`is_out`): these are not taken in again.
     fn note_lost_nodes(
         &mut self,
         before: &Attempt,
@@ -372,7 +400,9 @@ impl Coordinator {
                 continue;
             }
             let mut ranks = node.first_rank..node.first_rank + node.devices;
-            if changes.gone.contains_key(&node.agent) {
+            if changes.leaving.contains(&node.agent) {
+                self.members.leave_out(node.agent);
+            } else if changes.gone.contains_key(&node.agent) {
                 self.members.note_lost_host(node.agent);
             } else if ranks.any(is_out) {
                 self.members.leave_out(node.agent);
@@ -402,6 +432,11 @@ impl Coordinator {
                     }
                     Next::Generation(next, restarts) => {
                         return Ok(Watched::GoesOn(next, restarts));
+                    }
+                    Next::Ends(why) => {
+                        print_message(&format!("the job ends, because {why}"));
+                        let key = keys::interrupt(attempt.number);
+                        write_for_all(&self.store, &key, &SIGTERM)?;
                     }
                     Next::Failed { message, rank, code } => {
                         failed_rank = Some(rank);
@@ -486,6 +521,8 @@ enum Next {
     Later,
     /// In this generation, with the number of new processes of each of its ranks.
     Generation(Box<Attempt>, Vec<u64>),
+    /// Not: a node was asked to leave, and cannot be spared.
+    Ends(String),
     /// Not: this rank's loss ends it.
     Failed { message: String, rank: usize, code: i32 },
 }
@@ -505,7 +542,8 @@ fn say_going_on(next: &Attempt) {
         1 => ", of which 1 is new".to_owned(),
         new => format!(", of which {new} are new"),
     };
-    let warning = if matches!(cause, Cause::Joined { .. }) { "" } else { "warning: " };
+    let is_wanted = matches!(cause, Cause::Joined { .. } | Cause::Left { .. });
+    let warning = if is_wanted { "" } else { "warning: " };
     print_message(&format!(
         "{warning}{cause}. The job goes on: generation {number} has {} on {}{new}",
         counted(next.world_size() as u64, "rank"),

@@ -1,6 +1,6 @@
 //! The next generation of an elastic job.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::options::Nodes;
 use super::plan::{Attempt, Cause, Generation, Loss, Member, Node};
@@ -12,6 +12,8 @@ pub(super) struct Changes {
     pub(super) lost: BTreeMap<usize, Loss>,
     /// Agents that are gone, with all of their ranks, and what has happened to them.
     pub(super) gone: BTreeMap<u64, String>,
+    /// Agents that leave, with all of their ranks.
+    pub(super) leaving: BTreeSet<u64>,
     /// Agents that have come, in the order of joining.
     pub(super) come: Vec<(u64, Member)>,
     /// The host of the coordinator that was lost, and with it the store of the present generation.
@@ -51,7 +53,7 @@ pub(super) fn next(
     allowed: Nodes,
 ) -> Result<(Attempt, Vec<u64>), Refusal> {
     let mut nodes: Vec<(u64, String, Vec<Place>)> = Vec::new();
-    for node in attempt.nodes.iter().filter(|node| !changes.gone.contains_key(&node.agent)) {
+    for node in attempt.nodes.iter().filter(|node| !changes.takes_out(node.agent)) {
         let ranks = node.first_rank..node.first_rank + node.devices;
         let places = ranks.filter_map(|rank| match changes.lost.contains_key(&rank) {
             false => Some((Some(rank), restarts[rank])),
@@ -72,7 +74,9 @@ pub(super) fn next(
     let fits = |ranks: usize| going_on.fits.get(ranks).copied().unwrap_or(false);
     loop {
         let ranks = nodes.iter().map(|(_, _, places)| places.len()).sum();
-        if ranks < least || nodes.len() < allowed.least {
+        // Who leaves must not be the last to have the state.
+        let has_state = left > 0 || changes.leaving.is_empty();
+        if ranks < least || nodes.len() < allowed.least || !has_state {
             return Err(Refusal::TooFew(format!(
                 "{left} of {} ranks are left, and the strategy, trainer.elastic.min_ranks = {} and --nnodes \
                  {allowed} need more",
@@ -130,7 +134,13 @@ impl Changes {
         !self.lost.is_empty() || !self.gone.is_empty() || self.coordinator.is_some()
     }
 
-    /// What ends the present generation: a lost rank, node or coordinator, or a new node.
+    /// Whether an agent's ranks are taken out of the job.
+    fn takes_out(&self, agent: u64) -> bool {
+        self.gone.contains_key(&agent) || self.leaving.contains(&agent)
+    }
+
+    /// What ends the present generation: a lost rank, node or coordinator, or a node that leaves
+    /// or joins.
     pub(super) fn cause(&self, attempt: &Attempt) -> Cause {
         if let Some((&rank, Loss { how, .. })) = self.lost.first_key_value() {
             let node = attempt.node_name(attempt.place_of_rank(rank));
@@ -145,6 +155,11 @@ impl Changes {
         let world_size_before = attempt.world_size();
         if let Some(host) = &self.coordinator {
             return Cause::Coordinator { host: host.clone(), world_size_before };
+        }
+        let leaves = |node: &Node| self.leaving.contains(&node.agent);
+        if let Some(place) = attempt.nodes.iter().position(leaves) {
+            let (first_rank, node) = (attempt.nodes[place].first_rank, attempt.node_name(place));
+            return Cause::Left { first_rank, node };
         }
         let host = self.come.first().map(|(_, member)| member.host.clone()).unwrap_or_default();
         Cause::Joined { host, world_size_before }
@@ -242,6 +257,12 @@ mod tests {
             (generation.cause.rank(), generation.cause.to_string()),
             (4, "the agent that coordinated the job, on h9, was lost".to_owned())
         );
+        let leaves = Changes { leaving: BTreeSet::from([1]), ..Changes::default() };
+        let generation = next(&leaves).unwrap().0.generation.unwrap();
+        assert_eq!(generation.members, [Some(0), Some(1)]);
+        assert_eq!(generation.cause.to_string(), "node 1 (h1) leaves the job, as it was asked to");
+        let last = Changes { gone: gone(&[0]), come: vec![(7, member(3))], ..leaves };
+        assert!(matches!(next(&last), Err(Refusal::TooFew(_))), "nobody else has the state");
         let none = Changes { come: Vec::new(), ..all };
         assert!(matches!(next(&none), Err(Refusal::TooFew(_))));
         assert_eq!(next(&Changes::default()), Err(Refusal::Unchanged));
@@ -267,6 +288,7 @@ mod tests {
             devices in prop::collection::vec(1_usize..4, 1..5),
             lost_ranks in prop::collection::btree_set(0_usize..12, 0..6),
             gone_agents in prop::collection::btree_set(0_u64..4, 0..3),
+            leaving_agents in prop::collection::btree_set(0_u64..4, 0..3),
             come in 0_usize..3,
             (max_restarts, multiple) in (0_u64..3, 1_usize..4),
         ) {
@@ -277,6 +299,7 @@ mod tests {
             let changes = Changes {
                 lost: lost(&lost_ranks),
                 gone: gone(&gone_agents.into_iter().collect::<Vec<_>>()),
+                leaving: leaving_agents.clone(),
                 come: (0..come).map(|i| (10 + i as u64, member(2))).collect(),
                 coordinator: None,
             };
@@ -290,9 +313,10 @@ mod tests {
                 prop_assert!(members.len().is_multiple_of(multiple));
                 prop_assert!(next.nodes.len() <= UP_TO_FOUR.most);
                 let kept: Vec<usize> = members.iter().copied().flatten().collect();
+                prop_assert!(leaving_agents.is_empty() || !kept.is_empty());
                 prop_assert!(kept.is_sorted_by(|a, b| a < b));
                 for node in &next.nodes {
-                    prop_assert!(!changes.gone.contains_key(&node.agent));
+                    prop_assert!(!changes.takes_out(node.agent));
                     let before = attempt.nodes.iter().find(|before| before.agent == node.agent);
                     let ranks = node.first_rank..node.first_rank + node.devices;
                     for old in members[ranks].iter().copied().flatten() {

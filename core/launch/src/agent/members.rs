@@ -211,8 +211,10 @@ impl Members {
     }
 
     fn lives(&self, agent: u64, known: &Known) -> bool {
-        let is_heard = known.heard.is_some_and(|heard| heard.elapsed() < self.options.keep_alive);
-        !known.refused && is_heard && !self.is_cut_off(agent, known)
+        let is_heard = |within: Duration| known.heard.is_some_and(|heard| heard.elapsed() < within);
+        // A heartbeat that has come meanwhile counts more than the end of a connection.
+        let is_there = is_heard(CONNECTS_AGAIN) || !self.is_cut_off(agent, known);
+        !known.refused && is_heard(self.options.keep_alive) && is_there
     }
 
     /// Whether an agent has come that may be admitted soon.

@@ -29,6 +29,8 @@ pub struct AgentOptions {
     pub id: Option<String>,
     /// Maximum number of restarts after failures.
     pub max_restarts: u64,
+    /// Whether SIGTERM takes this node out of an elastic job, which goes on without it if it can.
+    pub leave_on_sigterm: bool,
     /// This host's address for the other hosts; by default the address of the interface towards the
     /// endpoint.
     pub local_address: Option<IpAddr>,

@@ -61,6 +61,8 @@ pub(super) enum Cause {
     Rank { rank: usize, node: String, how: String },
     /// A node was lost, with all of its ranks.
     Node { first_rank: usize, node: String, how: String },
+    /// A node has left, with all of its ranks.
+    Left { first_rank: usize, node: String },
     /// The coordinator was lost on this host, which had no ranks.
     Coordinator { host: String, world_size_before: usize },
     /// A node has come on this host. Nobody was lost.
@@ -72,7 +74,9 @@ impl Cause {
     /// the failure for its own.
     pub(super) fn rank(&self) -> usize {
         match self {
-            Self::Rank { rank, .. } | Self::Node { first_rank: rank, .. } => *rank,
+            Self::Rank { rank, .. }
+            | Self::Node { first_rank: rank, .. }
+            | Self::Left { first_rank: rank, .. } => *rank,
             Self::Coordinator { world_size_before, .. }
             | Self::Joined { world_size_before, .. } => *world_size_before,
         }
@@ -83,6 +87,7 @@ impl Cause {
         match self {
             Self::Rank { how, .. } => how.clone(),
             Self::Node { node, how, .. } => format!("is on {node}, which {how}"),
+            Self::Left { node, .. } => format!("is on {node}, which leaves the job"),
             Self::Coordinator { host, .. } => {
                 format!("is the next one; the coordinator on {host} was lost")
             }
@@ -96,6 +101,7 @@ impl std::fmt::Display for Cause {
         match self {
             Self::Rank { rank, node, how } => write!(f, "rank {rank} on {node} {how}"),
             Self::Node { node, how, .. } => write!(f, "{node} {how}"),
+            Self::Left { node, .. } => write!(f, "{node} leaves the job, as it was asked to"),
             Self::Coordinator { host, .. } => {
                 write!(f, "the agent that coordinated the job, on {host}, was lost")
             }
@@ -179,6 +185,8 @@ pub(super) struct Losses {
     pub(super) done: bool,
     /// Whether all ranks have come to this attempt.
     pub(super) all_have_come: bool,
+    /// Whether the node was asked to leave the job.
+    pub(super) leaves: bool,
 }
 
 /// The end of a lost rank's process.

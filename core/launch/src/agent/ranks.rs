@@ -50,6 +50,8 @@ pub(super) struct Ranks {
     ending: Option<Escalation>,
     /// The first signal that asked the ranks to end.
     interrupted: Option<i32>,
+    /// Whether the node was asked to leave the job.
+    leaves: bool,
 }
 
 struct Rank {
@@ -106,6 +108,7 @@ impl Ranks {
             failed: None,
             ending: None,
             interrupted: None,
+            leaves: false,
         };
         for rank in node.first_rank..node.first_rank + node.devices {
             match start.rank(rank, ranks.stores.own_port()) {
@@ -174,7 +177,7 @@ impl Ranks {
             all_have_come &= self.stores.has_joined(local_rank);
         }
         let lost = self.ranks.iter().filter_map(|rank| Some((rank.rank, rank.lost.clone()?)));
-        Losses { lost: lost.collect(), ends, done, all_have_come }
+        Losses { lost: lost.collect(), ends, done, all_have_come, leaves: self.leaves }
     }
 
     /// Whether ranks are lost, and it is not decided yet how the job goes on.
@@ -314,6 +317,19 @@ impl Ranks {
             self.interrupted = Some(signal);
             self.signal(signals::forwarded(signal));
         }
+    }
+
+    /// Asks for a next generation without this node. Returns whether the job can have one, and has
+    /// not been asked before.
+    pub(super) fn leave(&mut self) -> bool {
+        let asks = self.interrupted.is_none() && !self.leaves && self.going_on().is_some();
+        self.leaves |= asks;
+        asks
+    }
+
+    /// Whether the node was asked to leave the job.
+    pub(super) fn leaves(&self) -> bool {
+        self.leaves
     }
 
     /// Whether the ranks must end.

@@ -7,6 +7,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime};
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use signal_hook::consts::SIGTERM;
 
 use super::board::{Board, keys, read};
 use super::coordinator::coordinate;
@@ -25,6 +26,7 @@ use fulgurite_store::{Patience, Store};
 
 /// Interval between checks on ranks, signals and other agents.
 const POLL: Duration = Duration::from_millis(20);
+const LEAVES: &str = "asked to leave: the job goes on without this node if it can; a second SIGTERM ends it on all nodes";
 const INTERRUPTED: &str =
     "interrupted: the ranks finish their step; interrupt again to end them at once";
 /// How long the hosting agent waits until the others know about the end of the job.
@@ -98,7 +100,8 @@ pub fn run(options: &AgentOptions) -> Result<i32> {
     let code = this.run()?;
     match meeting.seats.own_term().and_then(|term| meeting.seats.store_of(term)) {
         None => board.say_bye(FAREWELL),
-        Some(store) => wait_for_byes(&store, agent),
+        Some(store) if board.seen().over.is_some() => wait_for_byes(&store, agent),
+        Some(_) => {}
     }
     meeting.seats.end();
     Ok(code)
@@ -209,7 +212,8 @@ impl Agent<'_> {
             }
             self.check_contact()?;
             if let Some(signal) = signals::take() {
-                match seen.attempt.as_ref().filter(|_| self.coordinates_only()) {
+                let coordinates = self.coordinates_only() && !self.is_to_leave(signal);
+                match seen.attempt.as_ref().filter(|_| coordinates) {
                     None => {
                         return Ok(say_interrupted(signal));
                     }
@@ -241,6 +245,10 @@ impl Agent<'_> {
                             had_ranks = true;
                             let (last, end) = self.attempt(attempt, place, &mut printed)?;
                             before = last;
+                            let Some(end) = end else {
+                                print_message("this node has left the job, which goes on");
+                                return Ok(128 + SIGTERM);
+                            };
                             self.board.tell_end(last, self.agent, end);
                         }
                         None if told_to_wait => {}
@@ -258,6 +266,13 @@ impl Agent<'_> {
                 _ => std::thread::sleep(POLL),
             }
         }
+    }
+
+    /// Whether a signal asks this node to leave, and not the job to end. The only host of the
+    /// rendezvous cannot leave.
+    fn is_to_leave(&self, signal: i32) -> bool {
+        let can_leave = !self.meeting.seats.has_own() || self.options.endpoints.len() > 1;
+        signal == SIGTERM && self.options.leave_on_sigterm && can_leave
     }
 
     /// Whether this agent starts no ranks.
@@ -297,7 +312,8 @@ impl Agent<'_> {
     }
 
     /// Runs this node's ranks of an attempt, and of the generations in which an elastic job goes
-    /// on. Returns the number of the last attempt, and its end.
+    /// on. Returns the number of the last attempt, and its end; none if this node has left the
+    /// job.
     ///
     /// # Errors
     /// If the other agents are unreachable; the ranks are ended.
@@ -306,13 +322,13 @@ impl Agent<'_> {
         mut attempt: Attempt,
         place: usize,
         printed: &mut Option<String>,
-    ) -> Result<(u64, End)> {
+    ) -> Result<(u64, Option<End>)> {
         let address = match &attempt.generation {
             // Its ranks meet at the store alone.
             Some(_) => attempt.store.clone(),
             None => match self.address(&attempt, place)? {
                 Ok(address) => address,
-                Err(end) => return Ok((attempt.number, end)),
+                Err(end) => return Ok((attempt.number, Some(end))),
             },
         };
         if let (Some(dir), false) = (&self.options.log_dir, self.options.tee) {
@@ -327,7 +343,7 @@ impl Agent<'_> {
             Ok(ranks) => ranks,
             Err(error) => {
                 let end = self.failed_start(&attempt, place, &error, printed);
-                return Ok((attempt.number, end));
+                return Ok((attempt.number, Some(end)));
             }
         };
         let (mut told, mut told_losses) = (None, Losses::default());
@@ -337,7 +353,7 @@ impl Agent<'_> {
                 if let End::Failed { message, .. } = &end {
                     *printed = Some(message.clone());
                 }
-                return Ok((attempt.number, end));
+                return Ok((attempt.number, Some(end)));
             }
             if let (Some(failed), None) = (ranks.failed(), &told) {
                 told = Some(failed.clone());
@@ -355,7 +371,7 @@ impl Agent<'_> {
                     told_losses = losses;
                 }
             }
-            match handle_signals(&mut ranks) {
+            match self.handle_signals(&mut ranks) {
                 Some(Asked::Once(signal)) => self.board.tell_interrupt(attempt.number, signal),
                 Some(Asked::Again) => self.board.tell_kill(attempt.number),
                 None => {}
@@ -366,13 +382,14 @@ impl Agent<'_> {
             {
                 let Some(place) = next.place(self.agent) else {
                     ranks.kill();
-                    return Ok((attempt.number, End::Stopped));
+                    let end = (!ranks.leaves()).then_some(End::Stopped);
+                    return Ok((attempt.number, end));
                 };
                 let start = self.start(next, place, &next.store);
                 if let Err(error) = ranks.go_on(&start) {
                     ranks.kill();
                     let end = self.failed_start(next, place, &error, printed);
-                    return Ok((next.number, end));
+                    return Ok((next.number, Some(end)));
                 }
                 attempt = next.clone();
                 told_losses = Losses::default();
@@ -404,6 +421,26 @@ impl Agent<'_> {
             }
             std::thread::sleep(POLL);
         }
+    }
+
+    /// Forwards this agent's signals to the ranks, unless they ask the node to leave.
+    fn handle_signals(&self, ranks: &mut Ranks) -> Option<Asked> {
+        let signal = signals::take()?;
+        let before = ranks.interrupted();
+        if before.is_some() && signals::is_advance_notice(signal) {
+            return None;
+        }
+        if before.is_some_and(|before| !signals::is_advance_notice(before)) {
+            ranks.end_at_once();
+            return Some(Asked::Again);
+        }
+        if self.is_to_leave(signal) && ranks.leave() {
+            print_message(LEAVES);
+            return None;
+        }
+        print_message(INTERRUPTED);
+        ranks.interrupt(signal);
+        Some(Asked::Once(signal))
     }
 
     /// What this node's ranks are started with.
@@ -489,20 +526,4 @@ enum Asked {
     Once(i32),
     /// End the job at once.
     Again,
-}
-
-/// Forwards this agent's signals to the ranks.
-fn handle_signals(ranks: &mut Ranks) -> Option<Asked> {
-    let signal = signals::take()?;
-    let before = ranks.interrupted();
-    if before.is_some() && signals::is_advance_notice(signal) {
-        return None;
-    }
-    if before.is_some_and(|before| !signals::is_advance_notice(before)) {
-        ranks.end_at_once();
-        return Some(Asked::Again);
-    }
-    print_message(INTERRUPTED);
-    ranks.interrupt(signal);
-    Some(Asked::Once(signal))
 }

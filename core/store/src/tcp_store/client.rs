@@ -80,6 +80,8 @@ struct Health {
     host: StoreHost,
     rank: usize,
     host_left: AtomicBool,
+    /// Whether the connection has ended.
+    has_ended: AtomicBool,
     lost_host: AtomicBool,
     closing: AtomicBool,
 }
@@ -142,6 +144,7 @@ impl TcpStore {
             host: options.host,
             rank: server.identity.rank,
             host_left: AtomicBool::new(false),
+            has_ended: AtomicBool::new(false),
             lost_host: AtomicBool::new(false),
             closing: AtomicBool::new(false),
         });
@@ -220,6 +223,10 @@ impl TcpStore {
         let idle = self.idle().pop();
         let mut reader = match idle {
             Some(reader) => reader,
+            // Another server may have the address now, which does not know this client.
+            None if self.health.has_ended.load(Ordering::SeqCst) => {
+                return Err(self.broken("it closed the connection"));
+            }
             None => {
                 let opening = deadline.min(Instant::now() + REPLY_TIMEOUT);
                 let over =
@@ -505,6 +512,7 @@ impl Health {
                 let _ = send(&self.stream, &Request::Ping);
             }
         }
+        self.has_ended.store(true, Ordering::SeqCst);
         if !self.closing.load(Ordering::Relaxed) && !self.host_left.load(Ordering::Relaxed) {
             self.lost_host.store(true, Ordering::SeqCst);
             self.set_failure(match self.host {

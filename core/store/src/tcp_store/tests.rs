@@ -175,6 +175,19 @@ fn lost_server_fails_unless_it_left() {
 }
 
 #[test]
+fn another_server_at_the_address_is_not_asked() {
+    let first = server(1);
+    let (store, address) = (client(&first, 0, 1), first.address());
+    drop(first);
+    store.wait_for_failure(LONG).unwrap();
+    let second = StoreServer::bind(address, key(), 1, LostRankPolicy::Failed).unwrap();
+    peer_failed(store.set("a", b"b").unwrap_err());
+    assert_eq!(second.value("a"), None);
+    client(&second, 0, 1).set("a", b"b").unwrap();
+    assert_eq!(second.value("a"), Some(b"b".to_vec()));
+}
+
+#[test]
 fn broken_supervisor_store_is_not_rank_0() {
     let server = server(3);
     let port = server.address().port();
