@@ -576,6 +576,26 @@ fn a_coordinator_without_ranks_is_replaced() {
 }
 
 #[test]
+fn a_coordinator_is_lost_while_ranks_start() {
+    let scratch = Scratch::with_tokens();
+    let job = training(&scratch, "ddp");
+    let expected = undisturbed(&job);
+    let agents = Agents::new(job, "2", "2").with_three_seats();
+    let coordinator = agents.coordinator().start();
+    coordinator.until("its start", |this| this.said("may coordinate").then_some(()));
+    let running = agents.start_two();
+    // It hosts the store that this rank has yet to reach.
+    let _process = rank_of(&running[1], 3);
+    kill_process(coordinator.pid(), Signal::KILL).unwrap();
+    coordinator.wait();
+    let runs = running.map(Running::wait);
+    for run in &runs {
+        assert_eq!(run.code(), Some(0), "{}{}", run.stdout, run.stderr);
+    }
+    assert_eq!(losses(&runs), expected);
+}
+
+#[test]
 fn the_larger_half_of_a_partition_goes_on() {
     let Some(hosts) = Hosts::new() else { return };
     let scratch = Scratch::with_tokens();

@@ -151,8 +151,29 @@ pub fn first_world_size() -> Option<usize> {
 /// end meanwhile.
 pub fn join_next_generation(within: Duration) -> Result<Option<LaunchedRank>> {
     let Some(before) = membership() else { return Ok(None) };
+    let Membership { link, first_world_size, environment, started, .. } = before;
+    let (first_world_size, environment) = (*first_world_size, *environment);
+    let origin = Origin { link, first_world_size, environment, started: *started };
+    join_after(before.place(), &origin, within)
+}
+
+/// What a rank's memberships have in common.
+pub(super) struct Origin<'a> {
+    pub(super) link: &'a Link,
+    pub(super) first_world_size: usize,
+    pub(super) environment: &'static str,
+    /// When the job started, in seconds since 1970.
+    pub(super) started: f64,
+}
+
+/// Joins the generation after the one in which this rank has a place, as
+/// [`join_next_generation`]. It need not have reached that one's store.
+pub(super) fn join_after(
+    mut place: Place,
+    origin: &Origin<'_>,
+    within: Duration,
+) -> Result<Option<LaunchedRank>> {
     let _starting = Starting::new();
-    let mut place = before.place();
     let mut failed = None;
     loop {
         let told = place.wait_for_failure(within);
@@ -165,12 +186,12 @@ pub fn join_next_generation(within: Duration) -> Result<Option<LaunchedRank>> {
         let Some(info) = invitation.info(place.rank) else {
             return Err(Error::PeerFailed { rank: lost, message });
         };
-        let link = before.link.to(&invitation, &info)?;
-        let client = match connect(&link, info) {
+        let link = origin.link.to(&invitation, &info)?;
+        let client = match connect(&link, info, CONNECT_TIMEOUT) {
             Ok(client) => Arc::new(client),
             // The host of the next store may be lost too, which the agent tells.
             Err(error @ Error::Launch(_)) if link.agent.is_some() => {
-                place = Place { rank: info.rank, job: None, agent: link.agent.clone() };
+                place = Place::without_job(info.rank, &link);
                 failed = Some(error);
                 continue;
             }
@@ -179,13 +200,13 @@ pub fn join_next_generation(within: Duration) -> Result<Option<LaunchedRank>> {
         let membership = Membership {
             info,
             generation: invitation.generation,
-            first_world_size: before.first_world_size,
+            first_world_size: origin.first_world_size,
             address: link.address(&info),
             client,
             link,
             server: None,
-            environment: before.environment,
-            started: before.started,
+            environment: origin.environment,
+            started: origin.started,
             presence: Mutex::new(Weak::new()),
         };
         let joined = membership.enter();
@@ -201,13 +222,18 @@ pub fn join_next_generation(within: Duration) -> Result<Option<LaunchedRank>> {
 
 /// Connects to the store of a generation, unless the agent tells meanwhile that the generation is
 /// over.
-fn connect(link: &Link, info: RankInfo) -> Result<TcpStore> {
+pub(super) fn connect(link: &Link, info: RankInfo, timeout: Duration) -> Result<TcpStore> {
     let begun = Instant::now();
     loop {
         let is_over = || link.agent.as_ref().is_some_and(|to| to.client().failure().is_some());
-        match link.connect(info, CONNECT_SLICE) {
-            Err(Error::Launch(_)) if begun.elapsed() < CONNECT_TIMEOUT && !is_over() => {}
+        let slice = Instant::now();
+        let why = match link.connect(info, CONNECT_SLICE) {
+            // A refusal comes earlier, and would come again.
+            Err(Error::Launch(why)) if slice.elapsed() >= CONNECT_SLICE && !is_over() => why,
             done => return done,
+        };
+        if begun.elapsed() >= timeout {
+            return Err(Error::Launch(format!("{why}. It was tried for {timeout:?}")));
         }
     }
 }

@@ -8,9 +8,9 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, SystemTime};
 
 use super::attempt::remember;
-use super::elastic::{Elastic, UNLIMITED, join_next_generation};
+use super::elastic::{self, Elastic, Origin, UNLIMITED, join_next_generation};
 use super::job_secret;
-use super::link::{AgentLink, GOING_ON_KEY, GoingOn, Link, ToAgent};
+use super::link::{AgentLink, GOING_ON_KEY, GoingOn, Link, Place, ToAgent};
 use super::process::PROCESS;
 use super::rank::{LaunchedRank, Membership, RankInfo, membership};
 use super::rank_env::{self, RankEnv};
@@ -273,12 +273,23 @@ fn join_agent(
         to.client().set(GOING_ON_KEY, &serde_json::to_vec(&going_on).map_err(Error::other)?)?;
     }
     let link = Link { supervisor: None, agent: Some(to) };
+    let client = match elastic::connect(&link, info, options.timeout) {
+        Ok(client) => Arc::new(client),
+        // The host of the store was lost while this rank started, and the job has gone on.
+        Err(error @ Error::Launch(_)) => {
+            let environment = environment.name();
+            let origin = Origin { link: &link, first_world_size, environment, started };
+            let place = Place::without_job(info.rank, &link);
+            return elastic::join_after(place, &origin, Duration::ZERO)?.ok_or(error);
+        }
+        Err(error) => return Err(error),
+    };
     let membership = Membership {
         info,
         generation,
         first_world_size,
         address: link.address(&info),
-        client: Arc::new(link.connect(info, options.timeout)?),
+        client,
         link,
         server: None,
         environment: environment.name(),

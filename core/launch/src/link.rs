@@ -252,6 +252,11 @@ impl Membership {
 }
 
 impl Place {
+    /// The place of a rank that has not reached the store of its generation.
+    pub(super) fn without_job(rank: usize, link: &Link) -> Self {
+        Self { rank, job: None, agent: link.agent.clone() }
+    }
+
     /// Waits up to `within` for the failure of the job, and returns it. With an agent, waits for
     /// what the agent says, unless a rank has reported an error of its own.
     pub(super) fn wait_for_failure(&self, within: Duration) -> Option<(usize, String)> {

@@ -38,10 +38,21 @@ fn kill_at_random(scratch: &Scratch, trial: &mut Trial) -> usize {
         std::thread::sleep(Duration::from_millis(rng.u64(..1500)));
         seats[coordinator].signal(Signal::KILL);
         killed += 1;
+        // It comes back before another one coordinates the job, or after that.
+        let comes_at_once = rng.bool();
+        let come_back = |seats: &mut [Running; 3]| {
+            std::mem::replace(&mut seats[coordinator], start()).wait();
+        };
+        if comes_at_once {
+            come_back(&mut seats);
+        }
         let another = nodes[0].until("another coordinator", |_| {
-            (0..3).find(|seat| *seat != coordinator && coordinates(&seats[*seat]))
+            let may = |seat: &usize| comes_at_once || *seat != coordinator;
+            (0..3).filter(may).find(|seat| coordinates(&seats[*seat]))
         });
-        std::mem::replace(&mut seats[coordinator], start()).wait();
+        if !comes_at_once {
+            come_back(&mut seats);
+        }
         coordinator = another;
         std::thread::sleep(BACK);
     }

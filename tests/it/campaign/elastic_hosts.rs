@@ -142,7 +142,7 @@ fn strike_at_random(scratch: &Scratch, trial: &mut Trial, strikes: Strikes, tall
         running[0]
             .as_ref()
             .expect("it is there")
-            .until("ranks", |_| (!marked(&mark).is_empty()).then_some(()));
+            .until("ranks", |_| marked(&mark).iter().any(|(_, rank)| rank.is_some()).then_some(()));
     }
     let (mut struck, mut killed, mut lost_node) = (Vec::new(), Vec::new(), None);
     let strikes = if is_storm { usize::MAX } else { rng.usize(1..4) };

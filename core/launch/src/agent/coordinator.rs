@@ -42,7 +42,7 @@ struct Coordinator {
     address: IpAddr,
     secret: String,
     decided: Option<Decision>,
-    /// The host of the coordinator before, whose store the ranks of the present generation used.
+    /// The host of the coordinator before, whose store the ranks use if the job is elastic.
     lost_coordinator: Option<String>,
     /// Since when an agent asks to leave.
     leaving: Option<Instant>,
@@ -89,7 +89,7 @@ impl Coordinator {
             "warning: the agent that coordinated the job, on {host}, is lost. This agent coordinates it now"
         ));
         self.members.take_over(&before);
-        self.lost_coordinator = before.attempt.generation.as_ref().map(|_| host.clone());
+        self.lost_coordinator = Some(host.clone());
         let attempt = (before.attempt.clone(), before.restarts.clone());
         // So that the others know whose connection to watch.
         let (coordinator, term) = (self.own.clone(), self.store.term());
@@ -342,8 +342,9 @@ impl Coordinator {
         let known = all_told.iter().find(|told| told.work.is_some()).or(all_told.first());
         let Some(going_on) = known.or(before).cloned() else { return Ok(Next::Nothing) };
         let (mut changes, may_go_on) = self.changes(attempt);
-        let changes_by_itself = !changes.come.is_empty() || !changes.leaving.is_empty();
-        if !changes.is_loss() && !(changes_by_itself && may_go_on) {
+        let is_wanted = !changes.come.is_empty() || !changes.leaving.is_empty();
+        let is_due = changes.is_loss() || is_wanted && may_go_on;
+        if !is_due {
             return Ok(Next::Nothing);
         }
         let allowed = self.options.nodes;
