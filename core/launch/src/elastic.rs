@@ -157,7 +157,7 @@ pub fn join_next_generation(within: Duration) -> Result<Option<LaunchedRank>> {
     join_after(before.place(), &origin, within)
 }
 
-/// What a rank's memberships have in common.
+/// The part of a rank's membership that is the same in all generations.
 pub(super) struct Origin<'a> {
     pub(super) link: &'a Link,
     pub(super) first_world_size: usize,
