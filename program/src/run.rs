@@ -90,7 +90,7 @@ pub(crate) struct Run {
     #[arg(long, value_name = "SECS", default_value_t = 30)]
     last_call_timeout_secs: u64,
     /// After how long without a sign of life a node is lost
-    #[arg(long, value_name = "SECS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(3..))]
+    #[arg(long, value_name = "SECS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(2..))]
     keep_alive_timeout_secs: u64,
     /// The program that every rank runs, and its arguments
     #[arg(last = true, required = true, value_name = "PROGRAM ARGS")]

@@ -17,7 +17,7 @@ use fulgurite_store::Store;
 /// Interval between reads of the store.
 const POLL: Duration = Duration::from_millis(100);
 /// Interval between an agent's heartbeats.
-const BEAT: Duration = Duration::from_secs(1);
+const BEAT: Duration = Duration::from_millis(500);
 
 /// Returns a key's value, if it exists and can be read.
 pub(super) fn read<T: DeserializeOwned>(store: &dyn Store, key: &str) -> Option<T> {
