@@ -227,7 +227,8 @@ fn shards_of_a_lost_host_are_with_the_next() {
         kill_process(lost.pid(), Signal::KILL).unwrap();
         let killed = lost.wait();
         let runs = [running.remove(0).wait()];
-        assert_eq!(coordinator.wait().code(), Some(0));
+        let coordinator = coordinator.wait();
+        assert_eq!(coordinator.code(), Some(0), "{}{}", coordinator.stderr, runs[0].stderr);
         let generation = &gone_on(&runs)[0];
         assert_eq!(generation["from"], "the copies in the host's memory");
         assert!(generation["repeated_steps"].as_u64().unwrap() <= 2, "{generation}");

@@ -447,18 +447,17 @@ impl Coordinator {
             }
             let (mut running, mut interrupted, mut all_well) = (0, None, true);
             for (place, node) in attempt.nodes.iter().enumerate() {
+                let failing = read(&self.store, &keys::failing(attempt.number, node.agent));
+                let end: Option<End> = read(&self.store, &keys::end(attempt.number, node.agent));
+                // It may have failed since the question above.
                 if verdict.is_none() && self.failed_to_come(attempt, node).is_some() {
                     running += 1;
                     continue;
                 }
-                let failing = keys::failing(attempt.number, node.agent);
-                if verdict.is_none()
-                    && let Some((message, code)) = read(&self.store, &failing)
-                {
+                if let (None, Some((message, code))) = (&verdict, failing) {
                     failed_rank = Some(node.first_rank);
                     verdict = Some(End::Failed { message, code });
                 }
-                let end: Option<End> = read(&self.store, &keys::end(attempt.number, node.agent));
                 let silent = self.members.silent_for(node.agent);
                 match (end, &verdict) {
                     (Some(End::Failed { message, code }), None) => {

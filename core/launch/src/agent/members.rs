@@ -57,6 +57,9 @@ pub(super) struct Members {
     contenders: BTreeMap<u64, Contender>,
     /// How often an elastic job has lost each host.
     lost_hosts: BTreeMap<String, u64>,
+    /// The agents that were lost when this one last [looked](Self::look), and the time after which
+    /// they count as lost.
+    silent: BTreeMap<u64, Duration>,
 }
 
 impl Members {
@@ -69,6 +72,7 @@ impl Members {
             admitted: BTreeSet::new(),
             contenders: BTreeMap::new(),
             lost_hosts: BTreeMap::new(),
+            silent: BTreeMap::new(),
         }
     }
 
@@ -95,7 +99,8 @@ impl Members {
         &self.lost_hosts
     }
 
-    /// Records newly joined agents and heartbeats.
+    /// Records newly joined agents and heartbeats, and who is lost. So that all decisions until the
+    /// next look are about the same agents, time alone makes none of them lost.
     pub(super) fn look(&mut self) -> Result<()> {
         let come = self.store.add(keys::AGENTS, 0)?.unsigned_abs();
         for number in (0..come).filter(|number| !self.admitted.contains(number)).collect::<Vec<_>>()
@@ -123,6 +128,9 @@ impl Members {
                 (known.beat, known.heard) = (beat, Some(Instant::now()));
             }
         }
+        let those = self.agents.iter();
+        let silent = those.map(|(agent, known)| Some((*agent, self.time_of_loss(*agent, known)?)));
+        self.silent = silent.flatten().collect();
         Ok(())
     }
 
@@ -248,17 +256,21 @@ impl Members {
         ones.into_iter().map(|(agent, known)| (*agent, known.member.clone())).collect()
     }
 
-    /// Returns the time after which an agent counts as lost, if it is.
+    /// Returns the time after which an agent counts as lost, if it was when this one last looked.
     pub(super) fn silent_for(&self, agent: u64) -> Option<Duration> {
-        let known = self.agents.get(&agent);
-        if known.is_some_and(|known| self.lives(agent, known)) {
-            return None;
+        match self.agents.contains_key(&agent) {
+            true => self.silent.get(&agent).copied(),
+            false => Some(self.options.keep_alive),
         }
-        Some(match known {
-            Some(known) if known.refused => YIELDS,
-            Some(known) if self.is_cut_off(agent, known) => CONNECTS_AGAIN,
-            _ => self.options.keep_alive,
-        })
+    }
+
+    fn time_of_loss(&self, agent: u64, known: &Known) -> Option<Duration> {
+        match () {
+            () if self.lives(agent, known) => None,
+            () if known.refused => Some(YIELDS),
+            () if self.is_cut_off(agent, known) => Some(CONNECTS_AGAIN),
+            () => Some(self.options.keep_alive),
+        }
     }
 
     /// Whether an agent's first heartbeat has come, before which it tells what it has told an
