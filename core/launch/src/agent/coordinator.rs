@@ -242,8 +242,8 @@ impl Coordinator {
         }
     }
 
-    /// What has changed in an attempt of an elastic job, and whether it may go on: not if a rank is
-    /// done with the training, or the job was asked to end.
+    /// Returns what has changed in an attempt of an elastic job, and whether it may go on. It may
+    /// not if a rank is done with the training, or if the job was asked to end.
     fn changes(&mut self, attempt: &Attempt) -> (Changes, bool) {
         let coordinator = self.lost_coordinator.clone();
         let (mut changes, mut may_go_on) = (Changes { coordinator, ..Changes::default() }, true);
@@ -517,7 +517,7 @@ impl Coordinator {
 enum Next {
     /// As before.
     Nothing,
-    /// It may, once all agents have begun this generation, or those that have come are admitted.
+    /// It cannot be said yet: an agent has not begun this generation, or is not admitted.
     Later,
     /// In this generation, with the number of new processes of each of its ranks.
     Generation(Box<Attempt>, Vec<u64>),

@@ -99,8 +99,8 @@ impl Members {
         &self.lost_hosts
     }
 
-    /// Records newly joined agents and heartbeats, and who is lost. So that all decisions until the
-    /// next look are about the same agents, time alone makes none of them lost.
+    /// Records newly joined agents, heartbeats, and who is lost. Nobody else counts as lost until the
+    /// next look, so that all decisions of a round are about the same agents.
     pub(super) fn look(&mut self) -> Result<()> {
         let come = self.store.add(keys::AGENTS, 0)?.unsigned_abs();
         for number in (0..come).filter(|number| !self.admitted.contains(number)).collect::<Vec<_>>()
