@@ -442,6 +442,26 @@ fn the_last_node_to_be_drained_ends_the_job() {
 }
 
 #[test]
+fn a_node_that_cannot_leave_says_why() {
+    let scratch = Scratch::with_tokens();
+    let elastic = training(&scratch, "ddp").set(&["trainer.max_steps=100000"]);
+    let other = elastic.clone().set(&["trainer.elastic.enabled=false"]);
+    for (job, node, why) in [
+        (elastic, 0, "no other host has the rendezvous: the job ends"),
+        (other, 1, "the job is not elastic, or has just begun: the job ends"),
+    ] {
+        let running = Agents::new(job, "1:2", "1").leaving_on_sigterm().start_two();
+        running[0].reach(20);
+        running[node].signal(Signal::TERM);
+        let runs = running.map(Running::wait);
+        for run in &runs {
+            assert_eq!(run.code(), Some(143), "{}", run.stderr);
+        }
+        assert!(runs[node].stderr.contains(why), "{}", runs[node].stderr);
+    }
+}
+
+#[test]
 fn a_node_is_lost_before_all_have_begun() {
     let scratch = Scratch::with_tokens();
     let job =

@@ -385,8 +385,8 @@ impl Coordinator {
         Ok(Next::Failed { message: format!("{cause}{why}"), rank: cause.rank(), code })
     }
 
-    /// Notes hosts that are lost. Notes agents that leave, or are left out with a rank that was lost
-    /// too often (`is_out`): these are not taken in again.
+    /// Notes hosts that are lost. Notes agents that leave, or are left out with a rank that was
+    /// lost too often (`is_out`): these are not taken in again.
     fn note_lost_nodes(
         &mut self,
         before: &Attempt,

@@ -261,8 +261,9 @@ impl World {
     }
 
     /// # Errors
-    /// If two processes have the same place in a generation, or if the job has failed although some
-    /// are left. Also if nothing happens any more although ranks of the last generation are missing.
+    /// If two processes have the same place in a generation, or if the job has failed although
+    /// some are left. Also if nothing happens any more although ranks of the last generation are
+    /// missing.
     fn check(&self, is_last: bool) -> Result<(), String> {
         let mut places = BTreeSet::new();
         for process in self.processes.iter().filter(|process| process.alive) {

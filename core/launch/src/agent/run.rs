@@ -438,6 +438,14 @@ impl Agent<'_> {
             print_message(LEAVES);
             return None;
         }
+        let cannot_leave = signal == SIGTERM && before.is_none() && !ranks.leaves();
+        if cannot_leave && self.options.leave_on_sigterm {
+            let why = match self.is_to_leave(signal) {
+                true => "the job is not elastic, or has just begun",
+                false => "no other host has the rendezvous",
+            };
+            print_message(&format!("this node cannot leave, because {why}: the job ends"));
+        }
         print_message(INTERRUPTED);
         ranks.interrupt(signal);
         Some(Asked::Once(signal))
