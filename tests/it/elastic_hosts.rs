@@ -617,6 +617,25 @@ fn a_coordinator_is_lost_while_ranks_start() {
 }
 
 #[test]
+fn a_coordinator_is_lost_before_nodes_come() {
+    let scratch = Scratch::with_tokens();
+    let job = training(&scratch, "ddp");
+    let expected = undisturbed(&job);
+    let agents = Agents::new(job, "2", "2").with_three_seats();
+    let coordinator = agents.coordinator().start();
+    coordinator.until("its start", |this| this.said("may coordinate").then_some(()));
+    let (other, first_node) = (agents.coordinator().start(), agents.start("0"));
+    coordinator.until("its wait", |this| this.said("1 of 2 nodes").then_some(()));
+    kill_process(coordinator.pid(), Signal::KILL).unwrap();
+    coordinator.wait();
+    let runs = [first_node, agents.start("1"), other].map(Running::wait);
+    for run in &runs {
+        assert_eq!(run.code(), Some(0), "{}{}", run.stdout, run.stderr);
+    }
+    assert_eq!(losses(&runs), expected);
+}
+
+#[test]
 fn the_larger_half_of_a_partition_goes_on() {
     let Some(hosts) = Hosts::new() else { return };
     let scratch = Scratch::with_tokens();

@@ -28,6 +28,8 @@ const KEPT_STORES: usize = 3;
 /// How long agents are waited for that are asked to leave with another one: if all are, the job
 /// ends.
 const LEAVE_TOGETHER: Duration = Duration::from_secs(1);
+/// Time after which the coordinator says that nodes are missing.
+const SAYS_THAT_IT_WAITS: Duration = Duration::from_secs(5);
 /// How long a new agent must be there before an elastic job takes it in.
 const SETTLED: Duration = Duration::from_secs(1);
 
@@ -91,9 +93,8 @@ impl Coordinator {
         self.members.take_over(&before);
         self.lost_coordinator = Some(host.clone());
         let attempt = (before.attempt.clone(), before.restarts.clone());
-        // So that the others know whose connection to watch.
-        let (coordinator, term) = (self.own.clone(), self.store.term());
-        let decision = Decision { coordinator, term, ..before };
+        // So that the next coordinator knows whom it replaces.
+        let decision = Decision { coordinator: self.own.clone(), ..before };
         self.decided = Some(decision.clone());
         self.seats.decide(decision)?;
         Ok(attempt)
@@ -190,7 +191,6 @@ impl Coordinator {
             agents: self.members.listed(),
             lost_hosts: self.members.lost_hosts().clone(),
             coordinator: self.own.clone(),
-            term: self.store.term(),
             over: None,
         };
         self.decided = Some(decision.clone());
@@ -214,11 +214,16 @@ impl Coordinator {
     /// Returns the agents of the next attempt once there are enough, or the error message after a
     /// timeout.
     fn gather(&mut self, first: bool) -> Result<std::result::Result<Vec<(u64, Member)>, String>> {
-        let (began, mut enough) = (Instant::now(), None::<Instant>);
+        let (began, mut enough, mut said) = (Instant::now(), None::<Instant>, false);
         let (least, most) = (self.options.nodes.least, self.options.nodes.most);
         loop {
             self.look()?;
             let alive = self.members.alive();
+            let again = if first { "" } else { " again" };
+            let hosts = || match alive.is_empty() {
+                true => "none".to_owned(),
+                false => alive.iter().map(|(_, one)| &*one.host).collect::<Vec<_>>().join(", "),
+            };
             if alive.len() >= most {
                 return Ok(Ok(alive));
             }
@@ -228,15 +233,22 @@ impl Coordinator {
                 return Ok(Ok(alive));
             }
             if enough.is_none() && began.elapsed() >= self.options.join_timeout {
-                let hosts: Vec<&str> = alive.iter().map(|(_, one)| one.host.as_str()).collect();
-                let hosts = if hosts.is_empty() { "none".to_owned() } else { hosts.join(", ") };
-                let again = if first { "" } else { " again" };
                 return Ok(Err(format!(
-                    "after {:?} there are {} of {least} nodes{again}: {hosts}. Start the same command on the \
-                     others, with the same --rdzv-endpoint and --rdzv-id",
+                    "after {:?} there are {} of {least} nodes{again}: {}. Start the same command on the others, \
+                     with the same --rdzv-endpoint and --rdzv-id",
                     self.options.join_timeout,
-                    alive.len()
+                    alive.len(),
+                    hosts()
                 )));
+            }
+            if enough.is_none() && !said && began.elapsed() >= SAYS_THAT_IT_WAITS {
+                said = true;
+                print_message(&format!(
+                    "{} of {least} nodes are there{again}: {}. The job waits for the others, for {} s at most",
+                    alive.len(),
+                    hosts(),
+                    self.options.join_timeout.as_secs()
+                ));
             }
             std::thread::sleep(POLL);
         }

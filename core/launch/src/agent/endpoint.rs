@@ -86,7 +86,8 @@ impl Meeting {
             let (address, store) = ("127.0.0.1".to_owned(), Arc::new(LocalStore::new()));
             let connect: Connect = Box::new(move |_| Ok(store.clone()));
             let seats = vec![connect];
-            let seats = Seats::new(seats, Some(0), Connected::default(), options.keep_alive)?;
+            let seats =
+                Seats::new(seats, (agent, Some(0)), Connected::default(), options.keep_alive)?;
             let seats = Arc::new(seats);
             return Ok(Self {
                 seats,
@@ -128,7 +129,8 @@ impl Meeting {
             });
             connect
         });
-        let seats = Seats::new(connections.collect(), own, connected.clone(), options.keep_alive)?;
+        let (own, lease) = ((agent, own), options.keep_alive);
+        let seats = Seats::new(connections.collect(), own, connected.clone(), lease)?;
         let (seats, address) = (Arc::new(seats), address.to_string());
         Ok(Self { seats, address, secret, connected, not_hosted, _server: server })
     }

@@ -23,6 +23,8 @@ pub(super) struct Record<D> {
     /// The term of the coordinator that holds the seat. Its remainder by the number of seats is the
     /// seat of the coordinator itself.
     pub(super) term: u64,
+    /// The life of that seat when the coordinator claimed this one.
+    pub(super) holder: u64,
     /// Grows as long as the coordinator lives.
     pub(super) beat: u64,
     pub(super) decided: Decided<D>,
@@ -69,8 +71,9 @@ pub(super) struct Claim<D> {
     pub(super) records: Vec<Option<Record<D>>>,
 }
 
-/// Returns what the agent of seat `own` may claim. `seats` are those that it reaches, and
-/// `is_silent` tells whose records have not changed for so long that their coordinator is lost.
+/// Returns what the agent of seat `own` may claim. `seats` are those that it reaches, its own among
+/// them, and `is_silent` tells whose records have not changed for so long that their coordinator is
+/// lost.
 ///
 /// At the start of a job all seats must be there, and the first one's agent claims them with what
 /// `begin` returns: the job, and the value before any decision.
@@ -80,7 +83,7 @@ pub(super) fn claim<D: Clone>(
     is_silent: impl Fn(usize) -> bool,
     begin: impl FnOnce() -> (u64, D),
 ) -> Option<Claim<D>> {
-    let count = seats.len() as u64;
+    let (count, holder) = (seats.len() as u64, seats[own].as_ref()?.life);
     let read = seats.iter().map(|seat| seat.as_ref()?.record.clone()).collect();
     let found = || seats.iter().flatten().filter_map(|seat| seat.record.as_ref());
     let Some(newest) = found().max_by_key(|record| record.decided.age()) else {
@@ -88,7 +91,7 @@ pub(super) fn claim<D: Clone>(
         let voters = lives.filter(|_| own == 0)?;
         let ((job, value), term) = (begin(), count);
         let decided = Decided { term, number: 0, voters, value };
-        let record = Record { job, term, beat: 0, decided };
+        let record = Record { job, term, holder, beat: 0, decided };
         return Some(Claim { term, read, records: vec![Some(record); seats.len()] });
     };
     let last = found().map(|record| record.term).max()?;
@@ -99,7 +102,7 @@ pub(super) fn claim<D: Clone>(
         let seat = seat.as_ref().filter(|seat| seat.life == voters[at] && is_silent(at))?;
         // A voter without a record has never had one.
         let record = seat.record.as_ref().unwrap_or(newest);
-        Some(Record { term, beat: 0, ..record.clone() })
+        Some(Record { term, holder, beat: 0, ..record.clone() })
     };
     let records: Vec<Option<Record<D>>> = seats.iter().enumerate().map(record).collect();
     let asked = |at: usize| records[at].as_ref().map(|_| voters[at]);
@@ -111,6 +114,7 @@ pub(super) fn claim<D: Clone>(
 pub(super) struct Lead<D> {
     job: u64,
     term: u64,
+    holder: u64,
     decided: Decided<D>,
     /// The voters of the last decision that was recorded.
     voters_before: Vec<u64>,
@@ -124,7 +128,8 @@ impl<D: Clone> Lead<D> {
     pub(super) fn of(claim: &Claim<D>, granted: &[Option<u64>]) -> Option<Self> {
         let records = claim.records.iter().zip(granted);
         let records = records.filter_map(|(record, granted)| granted.and(record.as_ref()));
-        let Record { job, decided, .. } = records.max_by_key(|record| record.decided.age())?;
+        let Record { job, holder, decided, .. } =
+            records.max_by_key(|record| record.decided.age())?;
         if !is_majority(&decided.voters, |at| granted[at]) {
             return None;
         }
@@ -132,6 +137,7 @@ impl<D: Clone> Lead<D> {
         Some(Self {
             job: *job,
             term: claim.term,
+            holder: *holder,
             voters_before: decided.voters.clone(),
             recorded: vec![None; decided.voters.len()],
             decided,
@@ -158,8 +164,8 @@ impl<D: Clone> Lead<D> {
         if found.is_some_and(|found| found.job != self.job || found.term > self.term) {
             return None;
         }
-        let Self { job, term, ref decided, .. } = *self;
-        Some(Record { job, term, beat, decided: decided.clone() })
+        let Self { job, term, holder, ref decided, .. } = *self;
+        Some(Record { job, term, holder, beat, decided: decided.clone() })
     }
 
     /// Notes that a seat has a record.

@@ -25,10 +25,8 @@ pub(super) struct Decision {
     pub(super) agents: Vec<(u64, Member, bool)>,
     /// How often each host was lost.
     pub(super) lost_hosts: BTreeMap<String, u64>,
-    /// The coordinator's own agent, and its host.
+    /// The agent that has decided so, and its host.
     pub(super) coordinator: (u64, String),
-    /// The coordinator's term.
-    pub(super) term: u64,
     pub(super) over: Option<Over>,
 }
 
@@ -90,11 +88,9 @@ struct View {
 }
 
 impl View {
-    /// The agent that holds the seat as coordinator; `None` before its first decision.
-    fn coordinator(&self) -> Option<u64> {
-        let record = self.seat.as_ref()?.record.as_ref()?;
-        let decision = record.decided.value.as_ref()?;
-        (decision.term == record.term).then_some(decision.coordinator.0)
+    /// The agent that holds the seat as coordinator. An agent is the life of its own seat.
+    fn holder(&self) -> Option<u64> {
+        Some(self.seat.as_ref()?.record.as_ref()?.holder)
     }
 }
 
@@ -108,10 +104,10 @@ enum Answer {
 }
 
 impl Seats {
-    /// Connects to the seats, on a thread each. `own` is this agent's seat.
+    /// Connects to the seats, on a thread each. `own` is the seat of this `agent`.
     pub(super) fn new(
         connections: Vec<Connect>,
-        own: Option<usize>,
+        (agent, own): (u64, Option<usize>),
         connected: Connected,
         lease: Duration,
     ) -> Result<Self> {
@@ -129,7 +125,7 @@ impl Seats {
         let (state, changed) = (Mutex::new(state), Condvar::new());
         let shared = Arc::new(Shared { state, changed, connected, lease, interval });
         for (seat, connect) in connections.into_iter().enumerate() {
-            let life = (own == Some(seat)).then(random).transpose()?;
+            let life = (own == Some(seat)).then_some(agent);
             let shared = shared.clone();
             std::thread::Builder::new()
                 .name(format!("seat-{seat}"))
@@ -331,7 +327,7 @@ impl State {
         let is_silent_for = |time: Duration| changed.elapsed() >= time + before * time / 2;
         let is_cut_off = |agent| connected.is_cut_off(agent, changed);
         is_silent_for(lease)
-            || is_silent_for(CONNECTS_AGAIN) && view.coordinator().is_some_and(is_cut_off)
+            || is_silent_for(CONNECTS_AGAIN) && view.holder().is_some_and(is_cut_off)
     }
 }
 
@@ -529,10 +525,6 @@ pub(super) struct TermStore {
 }
 
 impl TermStore {
-    pub(super) fn term(&self) -> u64 {
-        self.term
-    }
-
     fn key(&self, key: &str) -> String {
         format!("{}/{key}", self.term)
     }

@@ -70,8 +70,9 @@ impl Agent {
         };
         let connections = stores.iter().zip(&cables).map(connect).collect();
         let lease = Duration::from_millis(600);
-        let seats = Seats::new(connections, Some(own), Connected::default(), lease).unwrap();
-        Self { seats: Arc::new(seats), cables }
+        let seats =
+            Seats::new(connections, (random().unwrap(), Some(own)), Connected::default(), lease);
+        Self { seats: Arc::new(seats.unwrap()), cables }
     }
 
     fn set_cut(&self, seat: usize, is_cut: bool) {
@@ -94,7 +95,6 @@ impl Agent {
             agents: Vec::new(),
             lost_hosts: BTreeMap::new(),
             coordinator: (0, String::new()),
-            term: 0,
             over: None,
         })
     }
