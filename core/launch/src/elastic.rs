@@ -59,8 +59,7 @@ pub(super) struct Invitation {
     pub(super) nodes: Vec<usize>,
     /// Its ranks that are new processes. Few, as those below: a message has a limited length.
     pub(super) new: Vec<usize>,
-    /// Ranks of the generation before whose processes have no place in it. The others keep their
-    /// order.
+    /// Ranks of the generation before that are left out. The others keep their order.
     pub(super) left_out: Vec<usize>,
 }
 
@@ -99,7 +98,7 @@ impl Invitation {
         serde_json::from_str(invitation).ok()
     }
 
-    /// Returns the rank that was `old` in the generation before; `None` if it has no place.
+    /// Returns the rank that was `old` in the generation before; `None` if it is left out.
     pub(super) fn rank_of(&self, old: usize) -> Option<usize> {
         if self.left_out.contains(&old) {
             return None;

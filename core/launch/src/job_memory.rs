@@ -32,7 +32,7 @@ fn directory(root: &Path, supervisor: i32, started: f64) -> PathBuf {
 pub(super) struct JobMemory(Vec<(PathBuf, File)>);
 
 impl JobMemory {
-    /// Makes the directories of this supervisor, and removes those that killed ones have left.
+    /// Makes the directories of this supervisor, and removes directories of killed ones.
     pub(super) fn new(started: f64) -> Self {
         let own = std::process::id().cast_signed();
         let make = |root: PathBuf| {

@@ -1,4 +1,4 @@
-//! How a rank is connected to the process that started it.
+//! A rank's connection to the process that started it.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -85,7 +85,7 @@ impl AgentLink {
     }
 }
 
-/// How a job goes on, as its ranks tell their agents.
+/// The conditions on which a job goes on, which its ranks tell their agents.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct GoingOn {
     pub(super) min_ranks: usize,
@@ -235,7 +235,7 @@ impl ToAgent {
     }
 }
 
-/// Where a rank without a generation hears of the next one.
+/// The place where a rank without a generation hears of the next one.
 pub(super) struct Place {
     /// Its rank in the last generation to which it was invited.
     pub(super) rank: usize,

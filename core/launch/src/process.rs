@@ -27,12 +27,12 @@ pub(super) static PROCESS: Process = Process {
 pub(super) struct Process {
     /// Held during a launch: one at a time.
     pub(super) launching: Mutex<()>,
-    /// What the environment says about the attempt.
+    /// The attempt, as the environment names it.
     pub(super) attempt: OnceLock<Known>,
     /// Whether this process was launched as a job of one rank.
     pub(super) alone: AtomicBool,
-    /// The process's part in a job of several ranks, once launched: that of the present
-    /// generation. Memberships live as long as the process.
+    /// The process's part in the present generation of a job of several ranks, once launched.
+    /// Memberships live as long as the process.
     pub(super) membership: RwLock<Option<&'static Membership>>,
     /// Number of live [`Starting`](super::Starting)s.
     pub(super) starting: AtomicUsize,

@@ -345,7 +345,7 @@ impl Ranks {
         }
     }
 
-    /// Begins the next generation with these ranks of the present one. Those that have ended are
+    /// Begins the next generation with these ranks of the present one. Ranks that have ended are
     /// replaced by new processes. Returns false if a rank has reported an error of its own first.
     fn begin_generation(
         &mut self,
@@ -401,7 +401,7 @@ impl Ranks {
             };
             self.ranks.push(next);
         }
-        // Most have ended; one that the strategy has no place for has not.
+        // Most have ended, but not a rank for which the strategy has no place.
         before.into_iter().flatten().for_each(|left_out| end(left_out.process));
         self.generation = generation;
         self.earlier.push(std::mem::replace(&mut self.server, server));

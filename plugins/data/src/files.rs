@@ -26,7 +26,7 @@ pub(crate) struct Documents<'a> {
     /// Bytes of text after which no more is read.
     pub(crate) enough: usize,
     pub(crate) report: &'a mut SourceReport,
-    /// Bytes of all files, which [`read`](Self::read) sets, without those that were left out. After
+    /// Bytes of all files that were not left out, set by [`read`](Self::read). After
     /// a partial read, the rest counts if it begins as text.
     pub(crate) file_bytes: u64,
     /// Bytes of the files that were read; of the last one only its text so far.

@@ -141,8 +141,8 @@ pub struct ImageBatch {
 /// Transparency is dropped, 16 bits become 8, and grey, palettes and CMYK become red, green and
 /// blue.
 ///
-/// [`Split::Test`] has the pictures of `data.test_path`, otherwise those for validation;
-/// [`Split::Predict`] those of `data.predict_path`, otherwise those for a test.
+/// [`Split::Test`] has the pictures of `data.test_path`, otherwise the pictures for validation.
+/// [`Split::Predict`] has the pictures of `data.predict_path`, otherwise the pictures for a test.
 #[derive(Debug)]
 pub struct ImageFolder {
     config: ImageFolderConfig,

@@ -63,7 +63,7 @@ pub(crate) trait RowValue: DeserializeOwned {
     fn of(part: Part<'_, Self>) -> Self;
 }
 
-/// What a value is made of.
+/// A part of a value.
 pub(crate) enum Part<'a, V> {
     Text(&'a str),
     #[cfg(feature = "parquet")]
@@ -133,7 +133,7 @@ impl RowValue for minijinja::Value {
     }
 }
 
-/// A row: the values of the wanted columns, in order; `None` where the row has none.
+/// A row: the values of the wanted columns, in order; `None` for missing values.
 pub(crate) struct Row<V = Value> {
     pub(crate) place: Place,
     pub(crate) values: Vec<Option<V>>,
@@ -145,7 +145,7 @@ pub(crate) struct Row<V = Value> {
 ///
 /// # Errors
 /// If a path is missing or of an unknown type, a file is without rows or cannot be read, or a row
-/// does not parse. If a file has none of the `required` columns.
+/// does not parse. If a file has no column of `required`.
 pub(crate) fn read<V: RowValue>(
     key: &str,
     paths: &[PathBuf],

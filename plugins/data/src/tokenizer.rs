@@ -181,7 +181,7 @@ impl Tokenizer {
                 texts.map(text).collect()
             }
             Kind::HuggingFace(tokenizer) => {
-                // What is before them decides about spaces.
+                // The tokens before them decide about spaces.
                 let whole = tokenizer.decode(&ids[..part.end], false)?;
                 let before = tokenizer.decode(&ids[..part.start], false)?;
                 match whole.strip_prefix(&before) {

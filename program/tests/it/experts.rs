@@ -46,7 +46,7 @@ fn mesh(keys: &str) -> String {
 const BALANCE: &str = "model.output_router_logits=true";
 
 #[test]
-fn meshes_with_divided_experts_train_as_one_device() {
+fn divided_experts_train_as_one_device() {
     let temp = tempfile::tempdir().unwrap();
     let batch = |samples: usize| format!("data.batch_size={samples}");
     for balance in [true, false] {
@@ -74,7 +74,7 @@ fn meshes_with_divided_experts_train_as_one_device() {
 }
 
 #[test]
-fn options_beside_divided_experts_keep_the_losses() {
+fn options_of_divided_experts_keep_the_losses() {
     let temp = tempfile::tempdir().unwrap();
     let batch = "data.batch_size=2";
     let keys = "tensor_parallel_size = 1, expert_parallel_size = 2";

@@ -75,8 +75,8 @@ pub(super) const EXPERTS: &str = "layers.*.mlp.experts.up_proj";
 pub(super) const LATENT: &str = "layers.*.self_attn.kv_b_proj";
 
 impl LlamaPlan {
-    /// Builds the plan for a model. Of embeddings, norms, dropouts, `gate_proj` and heads it names
-    /// those that the model has.
+    /// Builds the plan for a model. It names embeddings, norms, dropouts, `gate_proj` and
+    /// heads only if the model has them.
     ///
     /// # Errors
     /// With sequence parallelism, if the model has no `lm_head`: another head would take a part of

@@ -163,7 +163,7 @@ fn messages_and_bytes_follow_the_borders() {
 }
 
 #[test]
-fn optimizers_of_whole_tensors_train_under_a_pipeline() {
+fn whole_tensor_optimizers_train_in_pipelines() {
     for optimizer in ["muon", "adafactor"] {
         let keys = Keys { optimizer, ..keys("batch_size = 2", "accumulate_grad_batches = 4") };
         let expected = train(1, keys).unwrap();

@@ -1,6 +1,6 @@
 //! All interleavings of an elastic job on few nodes: losses, agents that are late, a coordinator
-//! that decides early. The generations and invitations are those of the program; agents and
-//! processes are modelled.
+//! that decides early. The program decides on generations and invitations; agents and processes are
+//! modelled.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::time::Duration;
@@ -310,7 +310,7 @@ fn explore(start: World, fault: Fault) -> Result<usize, String> {
             continue;
         }
         let next = world.next(fault);
-        // What is left to happen by itself: kills and joins need not come.
+        // Kills and joins need not come; all else happens by itself.
         let is_last = next
             .iter()
             .all(|next| next.kills_left < world.kills_left || next.joins_left < world.joins_left);

@@ -29,7 +29,7 @@ struct World {
     /// `None` while its agent is down.
     seats: Vec<Option<Seat<History>>>,
     agents: Vec<Agent>,
-    /// The longest history on which somebody has acted.
+    /// The longest history on which an agent has acted.
     acted: History,
     lives: u64,
     decided: u8,

@@ -123,7 +123,7 @@ impl Ranks {
     }
 
     /// Lets the ranks go on in the next generation of an elastic job. Starts new processes, ends
-    /// those that have no place in it, and invites the others.
+    /// processes without a place in it, and invites the others.
     ///
     /// # Errors
     /// If a rank cannot be started. The others wait then, and must be ended.
@@ -396,7 +396,7 @@ impl Start<'_> {
         &self.attempt.nodes[self.place]
     }
 
-    /// What the ranks need of this agent in an elastic job, whose own store has this port.
+    /// This agent's link to its ranks in an elastic job. `port` is that of the agent's own store.
     pub(super) fn link(&self, port: u16) -> AgentLink {
         let Self { options, attempt, .. } = self;
         let generation = attempt.generation.as_ref();
@@ -422,7 +422,7 @@ impl Start<'_> {
         }
     }
 
-    /// Starts a rank. `port` is that of this agent's own store.
+    /// Starts a rank. `port` is the agent's, as for [`link`](Self::link).
     fn rank(&self, rank: usize, port: u16) -> Result<Rank> {
         let Self { options, attempt, place, address, secret, .. } = self;
         let node = self.node();

@@ -512,7 +512,7 @@ mod tests {
     }
 
     #[test]
-    fn functions_without_a_graph_refuse_mixed_layouts() {
+    fn functions_without_a_graph_refuse_mixes() {
         with_plan();
         let owners = [RecordOwner::new(), RecordOwner::new()];
         let new = |layout, owner| {

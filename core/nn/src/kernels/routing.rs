@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_are_not_finite_choose_some_expert() {
+    fn non_finite_scores_choose_some_expert() {
         let found = routing(&[[f32::NAN; 4], [f32::NAN, 1.0, f32::NAN, 2.0]], 2);
         assert_eq!(found.experts[..2], [0, 1]);
         assert_eq!(found.len(), 4);

@@ -52,7 +52,7 @@ impl AnswerTexts {
     /// tokenizer's start and end tokens.
     ///
     /// # Errors
-    /// If the columns are no prompt, or the template refuses them.
+    /// If the columns are not a prompt's, or the template refuses them.
     pub fn encode(&self, prompt: &Map<String, Value>, answer: &str) -> Result<Vec<u32>> {
         let ChatEncoder { tokenizer, template, .. } = &self.encoder;
         let place = Place::named("the prompt");

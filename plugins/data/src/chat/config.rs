@@ -39,27 +39,28 @@ pub struct ChatDataConfig {
     /// at least 0 and less than 1. By default 0.05, and 0 with `validation_path`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation_fraction: Option<f64>,
-    /// The treatment of a row that is no conversation, has no answer, or that the template refuses:
-    /// `"error"` ends the run, `"skip"` leaves it out. The start of a run reports how many were
-    /// left out.
+    /// The treatment of a row without a conversation or an answer, or with one that the template
+    /// refuses: `"error"` ends the run, `"skip"` leaves the row out. The start of a run reports how
+    /// many were left out.
     pub on_error: OnError,
     /// A Hugging Face `tokenizer.json`, a folder with one, a repository in the local Hub cache, or
     /// `"bytes"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<String>,
-    /// The chat template: a file, or `"chatml"`. By default that of the tokenizer, in
-    /// `chat_template.jinja`, `tokenizer_config.json` or `chat_template.json` beside it.
+    /// The chat template: a file, or `"chatml"`. By default the
+    /// tokenizer's, from `chat_template.jinja`, `tokenizer_config.json` or `chat_template.json`
+    /// beside it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub chat_template: Option<String>,
     /// Variables of the template, such as `{ enable_thinking = false }`.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub template_options: BTreeMap<String, serde_json::Value>,
-    /// The date that a template writes as that of today (`strftime_now`), such as `"2026-01-31"`.
+    /// The date that a template writes as today's (`strftime_now`), such as `"2026-01-31"`.
     /// By default such templates write the date that they have for other programs, or are refused.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub template_date: Option<String>,
-    /// What the model learns to write: `"answers"` (all messages of the assistant, or completions),
-    /// `"last"` (the last answer) or `"all"` (the whole text).
+    /// The text that the model learns to write: `"answers"` (all messages of the assistant, or
+    /// completions), `"last"` (the last answer) or `"all"` (the whole text).
     pub train_on: TrainOn,
     /// The token that ends a completion of a row with `prompt` and `completion`, by its name in
     /// `tokenizer`. By default the token that the files beside the tokenizer name.
@@ -72,11 +73,11 @@ pub struct ChatDataConfig {
     pub cache_dir: CacheDir,
     /// Tokens in a sample at most.
     pub seq_len: usize,
-    /// What is done with longer conversations: `"cut"` leaves out their ends, `"skip"` leaves them
+    /// The treatment of longer conversations: `"cut"` leaves out their ends, `"skip"` leaves them
     /// out, `"error"` ends the run. The start of a run reports how many there were.
     pub too_long: TooLong,
     /// Whether short conversations share a sample. Each attends to itself only, with positions of
-    /// its own, so that losses and gradients are those of conversations alone.
+    /// its own, so losses and gradients are the same as without packing.
     pub packing: bool,
     /// The length of a micro-batch is rounded up to a multiple of this number.
     pub pad_to_multiple_of: usize,
@@ -110,7 +111,7 @@ impl Default for ChatDataConfig {
     }
 }
 
-/// What a model learns to write: `data.train_on`.
+/// The text that a model learns to write: `data.train_on`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TrainOn {
@@ -122,7 +123,7 @@ pub enum TrainOn {
     All,
 }
 
-/// What is done with conversations of more than `data.seq_len` tokens: `data.too_long`.
+/// The treatment of conversations of more than `data.seq_len` tokens: `data.too_long`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TooLong {
@@ -152,10 +153,10 @@ impl ChatDataConfig {
         self.validation_fraction.unwrap_or(default)
     }
 
-    /// What the template is rendered with.
+    /// The template's variables and date.
     ///
     /// # Errors
-    /// If the date is none.
+    /// If the date cannot be read.
     pub(super) fn template(&self) -> Result<TemplateOptions> {
         TemplateOptions::new(&self.template_options, self.template_date.as_deref())
     }

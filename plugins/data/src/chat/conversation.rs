@@ -25,7 +25,7 @@ pub(super) const COLUMNS: [&str; 15] = [
     "margin",
 ];
 
-/// Roles of messages, with those of ShareGPT.
+/// Roles of messages, including ShareGPT's.
 const ROLES: [(&str, &str); 13] = [
     ("system", "system"),
     ("developer", "developer"),
@@ -42,7 +42,7 @@ const ROLES: [(&str, &str); 13] = [
     ("function_call", "assistant"),
 ];
 
-/// What a row says.
+/// The content of a row.
 #[derive(Debug, Clone)]
 pub(super) enum Conversation {
     /// Messages, for a chat template.
@@ -60,7 +60,7 @@ impl Conversation {
     /// Reads the values of a row's [`COLUMNS`].
     ///
     /// # Errors
-    /// If the row has none of the forms, or a message is without a role or content.
+    /// If the row is not in one of the forms, or a message is without a role or content.
     pub(super) fn of(place: &Place, values: &[Value]) -> Result<Self> {
         let column = |name: &str| column(values, name);
         let tools = match column("tools") {
@@ -122,7 +122,7 @@ impl Conversation {
     /// message.
     ///
     /// # Errors
-    /// As [`of`](Self::of), and if the last message is no answer.
+    /// As [`of`](Self::of), and if the last message is not an answer.
     pub(super) fn with_answer(place: &Place, values: &[Value]) -> Result<Self> {
         let mut conversation = Self::of(place, values)?;
         if let Self::Messages { messages, from, .. } = &mut conversation

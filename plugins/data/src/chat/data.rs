@@ -25,7 +25,7 @@ const IGNORED: i64 = -100;
 /// Rows that a preview tokenizes.
 const PREVIEW_ROWS: usize = 200;
 
-/// Conversations, rendered by a model's chat template, of which a model learns the answers.
+/// Conversations, rendered by a model's chat template. The model learns the answers.
 ///
 /// A batch is a [`TokenBatch`]: the targets of all other tokens are -100. With `packing`, short
 /// conversations share a sample, and the batch says where each ends
@@ -88,7 +88,8 @@ impl ChatData {
         &self.encoder.tokenizer
     }
 
-    /// The chat template; `None` if the tokenizer has none, and rows are prompts and completions.
+    /// The chat template; `None` if rows are prompts and completions, and the tokenizer has no
+    /// template.
     pub fn template(&self) -> Option<&ChatTemplate> {
         self.encoder.template()
     }

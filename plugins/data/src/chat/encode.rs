@@ -76,7 +76,7 @@ impl Encoded {
 pub(super) struct Text {
     pub(super) text: String,
     pub(super) learned: Vec<Range<usize>>,
-    /// Whether the text stands between the tokenizer's start and end tokens, of which the end is
+    /// Whether the text stands between the tokenizer's start and end tokens. The end token is
     /// learned.
     pub(super) is_plain: bool,
 }
@@ -85,7 +85,7 @@ pub(super) struct Text {
 #[derive(Debug)]
 pub(super) struct ChatEncoder {
     pub(super) tokenizer: Tokenizer,
-    /// `None` if there is none, and the reason: rows of prompts and completions do without.
+    /// The template, or why there is none. Rows of prompts and completions do without.
     pub(super) template: Result<ChatTemplate, String>,
     train_on: TrainOn,
 }
@@ -118,7 +118,7 @@ impl ChatEncoder {
     /// The text of a conversation.
     ///
     /// # Errors
-    /// If it has no answer, or the template refuses it.
+    /// If it is without an answer, or the template refuses it.
     pub(super) fn render(&self, place: &Place, conversation: Conversation) -> Result<Text> {
         self.render_for(self.train_on, place, conversation)
     }
@@ -203,7 +203,7 @@ impl ChatEncoder {
     }
 }
 
-/// The bytes of message `i` in `whole`: what the template writes behind the prompt for it.
+/// The bytes of message `i` in `whole`, which the template writes behind the message's prompt.
 fn answer(
     template: &ChatTemplate,
     (place, messages, tools): (&Place, &[Value], &Value),

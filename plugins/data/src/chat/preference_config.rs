@@ -44,21 +44,23 @@ pub struct PreferenceDataConfig {
     /// at least 0 and less than 1. By default 0.05, and 0 with `validation_path`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation_fraction: Option<f64>,
-    /// The treatment of a row that is no preference, or that the template refuses: `"error"` ends
-    /// the run, `"skip"` leaves it out. The start of a run reports how many were left out.
+    /// The treatment of a row without a preference, or with one that the template refuses:
+    /// `"error"` ends the run, `"skip"` leaves the row out. The start of a run reports how many
+    /// were left out.
     pub on_error: OnError,
     /// A Hugging Face `tokenizer.json`, a folder with one, a repository in the local Hub cache, or
     /// `"bytes"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<String>,
-    /// The chat template: a file, or `"chatml"`. By default that of the tokenizer, in
-    /// `chat_template.jinja`, `tokenizer_config.json` or `chat_template.json` beside it.
+    /// The chat template: a file, or `"chatml"`. By default the
+    /// tokenizer's, from `chat_template.jinja`, `tokenizer_config.json` or `chat_template.json`
+    /// beside it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub chat_template: Option<String>,
     /// Variables of the template, such as `{ enable_thinking = false }`.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub template_options: BTreeMap<String, serde_json::Value>,
-    /// The date that a template writes as that of today (`strftime_now`), such as `"2026-01-31"`.
+    /// The date that a template writes as today's (`strftime_now`), such as `"2026-01-31"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub template_date: Option<String>,
     /// The token that ends an answer that is a text, by its name in `tokenizer`. By default the
@@ -67,7 +69,7 @@ pub struct PreferenceDataConfig {
     pub eos_token: Option<String>,
     /// Tokens of a prompt and an answer at most.
     pub seq_len: usize,
-    /// What is done with rows that are longer: `"cut"` leaves out the ends of answers, `"skip"`
+    /// The treatment of longer rows: `"cut"` leaves out the ends of answers, `"skip"`
     /// leaves the rows out, `"error"` ends the run.
     pub too_long: TooLong,
     /// The length of a micro-batch is rounded up to a multiple of this number.

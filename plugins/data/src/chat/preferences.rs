@@ -99,7 +99,7 @@ impl PreferenceData {
         &self.encoder.tokenizer
     }
 
-    /// The chat template; `None` if the tokenizer has none, and rows are texts.
+    /// The chat template; `None` if rows are texts, and the tokenizer has no template.
     pub fn template(&self) -> Option<&ChatTemplate> {
         self.encoder.template()
     }
@@ -148,7 +148,7 @@ impl PreferenceData {
     /// pairs' margins.
     ///
     /// # Errors
-    /// If the split has no such sample.
+    /// If the split has fewer samples.
     pub(super) fn answers_of(
         &self,
         split: Split,

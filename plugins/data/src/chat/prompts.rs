@@ -53,21 +53,23 @@ pub struct PromptDataConfig {
     /// Further columns that rewards get.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub columns: Vec<String>,
-    /// The treatment of a row that is no prompt, or that the template refuses: `"error"` ends the
-    /// run, `"skip"` leaves it out. The start of a run reports how many were left out.
+    /// The treatment of a row without a prompt, or with one that the template refuses: `"error"`
+    /// ends the run, `"skip"` leaves the row out. The start of a run reports how many were left
+    /// out.
     pub on_error: OnError,
     /// A Hugging Face `tokenizer.json`, a folder with one, a repository in the local Hub cache, or
     /// `"bytes"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<String>,
-    /// The chat template: a file, or `"chatml"`. By default that of the tokenizer, in
-    /// `chat_template.jinja`, `tokenizer_config.json` or `chat_template.json` beside it.
+    /// The chat template: a file, or `"chatml"`. By default the
+    /// tokenizer's, from `chat_template.jinja`, `tokenizer_config.json` or `chat_template.json`
+    /// beside it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub chat_template: Option<String>,
     /// Variables of the template, such as `{ enable_thinking = false }`.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub template_options: BTreeMap<String, Value>,
-    /// The date that a template writes as that of today (`strftime_now`), such as `"2026-01-31"`.
+    /// The date that a template writes as today's (`strftime_now`), such as `"2026-01-31"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub template_date: Option<String>,
     /// The token that ends an answer, by its name in `tokenizer`. By default the token that the
@@ -172,7 +174,7 @@ impl PromptData {
         &self.encoder.tokenizer
     }
 
-    /// The chat template; `None` if the tokenizer has none, and prompts are texts.
+    /// The chat template; `None` if prompts are texts, and the tokenizer has no template.
     pub fn template(&self) -> Option<&ChatTemplate> {
         self.encoder.template()
     }
@@ -309,7 +311,7 @@ impl ChatEncoder {
     /// The text of a list of messages, up to the beginning of the assistant's next one.
     ///
     /// # Errors
-    /// If these are no messages, or the template refuses them.
+    /// If `list` is not a list of messages, or the template refuses it.
     fn prompt(
         &self,
         place: &Place,
@@ -327,7 +329,7 @@ impl ChatEncoder {
 /// The messages of a prompt, and its tools.
 ///
 /// # Errors
-/// If these are no messages, or they end with an answer.
+/// If `list` is not a list of messages, or its last one is an answer.
 pub(super) fn prompt_messages(
     place: &Place,
     list: Value,

@@ -39,7 +39,7 @@ impl Sample {
 /// The conversations of one key.
 pub(super) struct Samples {
     pub(super) samples: Vec<Sample>,
-    /// Number of rows, of which a preview tokenizes some.
+    /// Number of rows. A preview tokenizes some of them.
     pub(super) rows: usize,
     /// Warnings for the user.
     pub(super) warnings: Vec<String>,

@@ -51,7 +51,7 @@ pub struct Rendered {
     pub answers: Option<Vec<Range<usize>>>,
 }
 
-/// What a template is rendered with, beside the messages.
+/// A template's inputs beside the messages.
 #[derive(Debug, Clone, Default)]
 pub struct TemplateOptions {
     /// Variables by name, such as `enable_thinking`.
@@ -64,7 +64,7 @@ impl TemplateOptions {
     /// The options of a configuration: `data.template_options` and `data.template_date`.
     ///
     /// # Errors
-    /// If the date is none.
+    /// If the date cannot be read.
     pub fn new(
         variables: &BTreeMap<String, serde_json::Value>,
         date: Option<&str>,
@@ -92,7 +92,7 @@ impl ChatTemplate {
     /// `wanted` is `data.chat_template`: a file, or `"chatml"`.
     ///
     /// # Errors
-    /// If there is no template, or it cannot be read or parsed.
+    /// If the template is missing, or cannot be read or parsed.
     pub fn open(
         tokenizer: Option<&Path>,
         wanted: Option<&str>,
@@ -150,7 +150,7 @@ impl ChatTemplate {
     /// `role` and `content`; `name` is their place, for messages about mistakes.
     ///
     /// # Errors
-    /// If these are no messages, or the template refuses them.
+    /// If `messages` is not a list of messages, or the template refuses it.
     pub fn prompt(&self, name: &str, messages: &serde_json::Value) -> Result<String> {
         let place = Place::named(name);
         let list: Value = serde_json::from_value(messages.clone()).map_err(Error::other)?;

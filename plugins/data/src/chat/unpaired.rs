@@ -24,7 +24,7 @@ use crate::tokenizer::Tokenizer;
 
 /// Prompts with one answer each, which is good or bad.
 ///
-/// Setup tokenizes all rows into memory. Each row also has a *mismatched* answer: that of the
+/// Setup tokenizes all rows into memory. Each row also has a *mismatched* answer, from the
 /// nearest row before it with another prompt. The first rows of a key take it from the last ones,
 /// and held-out rows count. So a row's mismatched answer is the same in each epoch and on any
 /// number of ranks.
@@ -186,7 +186,7 @@ impl UnpairedData {
         &self.encoder.tokenizer
     }
 
-    /// The chat template; `None` if the tokenizer has none, and rows are texts.
+    /// The chat template; `None` if rows are texts, and the tokenizer has no template.
     pub fn template(&self) -> Option<&ChatTemplate> {
         self.encoder.template()
     }

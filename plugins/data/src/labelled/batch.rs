@@ -39,8 +39,8 @@ pub enum Labels {
 pub struct TextBatch {
     /// The texts, pairs of texts or sentences of words; for rows of pairs the first text of each.
     pub texts: PaddedTexts,
-    /// For rows of pairs the texts that belong to [`texts`](Self::texts), and those that do not, if
-    /// rows have them. For `"text_to_text"` the texts to write; none in a prediction.
+    /// For rows of pairs the texts that belong to [`texts`](Self::texts), and perhaps texts that do
+    /// not. For `"text_to_text"` the texts to write; empty in a prediction.
     pub others: Vec<PaddedTexts>,
     /// The labels.
     pub labels: Labels,

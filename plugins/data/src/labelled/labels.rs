@@ -41,7 +41,7 @@ pub(super) struct Class {
     pub(super) place: Option<Place>,
 }
 
-/// How the values of the column of labels are read.
+/// Reads the values of the column of labels.
 #[derive(Debug)]
 pub(super) struct LabelReader {
     kind: LabelKind,
@@ -51,11 +51,11 @@ pub(super) struct LabelReader {
     index: BTreeMap<String, u32>,
 }
 
-/// A value that is no list.
+/// A value other than a list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Scalar {
     Integer,
-    /// An integer below 0, which is no class. Among numbers it is one of them.
+    /// An integer below 0. It cannot be a class, but it can be one of several numbers.
     Negative,
     Number,
     Name,
@@ -91,7 +91,7 @@ impl Scalar {
 }
 
 impl LabelReader {
-    /// Finds out how the labels of training rows are to be read; `None` for rows without labels.
+    /// Finds out from training rows how labels are read; `None` for rows without labels.
     ///
     /// # Errors
     /// If a row has no label, or labels are of several kinds.
@@ -252,7 +252,7 @@ impl LabelReader {
     /// Reads the label of a row.
     ///
     /// # Errors
-    /// If the row has none, or one of another kind or class than the training rows.
+    /// If the row has no label, or its kind or class is not among the training rows'.
     pub(super) fn read(&self, row: &Row, at: usize) -> Result<Label> {
         let value = label_of(row, at, &self.column)?;
         let is_list = value.is_array();
@@ -350,7 +350,7 @@ fn label_of<'a>(row: &'a Row, at: usize, column: &Column) -> Result<&'a Value> {
     })
 }
 
-/// The index of the first row that has a list where the first row has none, or the reverse.
+/// The index of the first row that has a list if row 0 has a single value, or the reverse.
 fn first_unlike(rows: &[Row], at: usize, column: &Column) -> Result<usize> {
     let first = label_of(&rows[0], at, column)?.is_array();
     let unlike = rows

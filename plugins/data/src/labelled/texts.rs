@@ -93,7 +93,7 @@ struct Sample {
 struct Source {
     samples: Vec<Sample>,
     cut: u64,
-    /// Number of rows, of which a preview tokenizes some.
+    /// Number of rows. A preview tokenizes some of them.
     rows: usize,
 }
 

@@ -8,10 +8,10 @@ use serde_json::Value;
 use super::config::{OnMissing, TableConfig, Task};
 use crate::rows::{Column, Row};
 
-/// The most names of a column, each of which is a column of the model's input.
+/// The most names of a column. Each name is a column of the model's input.
 const MAX_NAMES: usize = 1 << 14;
 
-/// How a column of features becomes numbers.
+/// Encodes a column of features as numbers.
 #[derive(Debug)]
 enum Encoding {
     /// `std` is `None` if numbers stay as they are.
@@ -273,7 +273,7 @@ impl Target {
     /// Reads the targets of rows.
     ///
     /// # Errors
-    /// If a row has none, or one that no training row has.
+    /// If a row is without a target, or its target is not among the training rows'.
     pub(super) fn read(&self, rows: &[&Row]) -> Result<Answers> {
         match &self.classes {
             Some(classes) => {

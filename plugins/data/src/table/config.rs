@@ -56,7 +56,7 @@ pub struct TableConfig {
     /// The column to predict.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub target: Option<String>,
-    /// What the target is: `"classification"` (each different value is a class) or `"regression"`
+    /// The kind of target: `"classification"` (each different value is a class) or `"regression"`
     /// (a number). By default names are classes, and numbers with a decimal point are numbers.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub task: Option<Task>,
@@ -86,7 +86,7 @@ impl Default for TableConfig {
     }
 }
 
-/// What the target of a table is: `data.task`.
+/// The kind of a table's target: `data.task`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Task {
@@ -124,7 +124,7 @@ impl TableConfig {
         self.validation_fraction.unwrap_or(default)
     }
 
-    /// The columns of features, and behind them that of the target.
+    /// The columns of features, then the target's.
     pub(super) fn columns(&self) -> Result<Vec<Column>> {
         let fail = |message: String| Err(Error::Config(message));
         if self.features.is_empty() {

@@ -87,7 +87,7 @@ impl Table {
         self.width
     }
 
-    /// What the target is; `None` without `data.target`.
+    /// The kind of target; `None` without `data.target`.
     pub fn task(&self) -> Option<Task> {
         let is_classes = |classes: bool| match classes {
             true => Task::Classification,

@@ -240,7 +240,7 @@ fn keys_have_the_defaults_of_transformers() {
 }
 
 #[test]
-fn layers_without_experts_are_chosen_as_in_transformers() {
+fn layers_without_experts_are_as_in_transformers() {
     let temp = tempfile::tempdir().unwrap();
     let sparse = |keys: serde_json::Value| {
         let decoder = changed("qwen3_moe_balanced", &keys, temp.path()).decoder().unwrap();
@@ -288,7 +288,7 @@ fn keys_beyond_the_limits_are_refused() {
 }
 
 #[test]
-fn weights_with_another_number_of_experts_are_refused() {
+fn another_number_of_experts_is_refused() {
     for (number, expected) in
         [(4, "experts.4.w1.weight` is none of the 4 of which"), (6, "tensor 5 of the 6 of which")]
     {

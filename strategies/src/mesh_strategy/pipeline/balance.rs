@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use fulgurite_engine::module::ModuleTree;
 use fulgurite_engine::quantization::PackedPart;
 
-/// The work of what is before the units, of each unit, and of what is behind them, per row of
-/// activations: the elements of the matrices that multiply it. Of experts those of one row count,
-/// and of embeddings none, which only look rows up.
+/// The work before the units, of each unit, and behind the units, per row of activations: the
+/// elements of the matrices that multiply the row. Of experts the matrices of one row count.
+/// Embeddings count nothing, since they only look rows up.
 pub(super) fn work(tree: &ModuleTree, units: usize) -> Vec<f64> {
     let of_experts: BTreeMap<String, f64> = tree
         .experts()

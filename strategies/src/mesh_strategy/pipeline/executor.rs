@@ -153,7 +153,7 @@ impl Step<'_> {
         }
     }
 
-    /// What a stage of this rank gets from its neighbour for an action.
+    /// Takes the tensors that a stage of this rank gets from its neighbour for an action.
     fn take(&mut self, action: Action) -> Result<Option<Border>> {
         let Some((key, neighbour)) = self.executor.needed(action) else { return Ok(None) };
         if let Some(from) = self.sender(neighbour) {

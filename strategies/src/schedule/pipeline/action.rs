@@ -10,7 +10,7 @@ use fulgurite_error::{Error, Result};
 pub enum Kind {
     /// Computes the stage's output. `F`
     Forward,
-    /// Computes the gradient of the stage's input, and leaves those of its weights for later. `I`
+    /// Computes the gradient of the stage's input, and leaves the weights' for later. `I`
     BackwardInput,
     /// Computes the gradients of the weights that were left. `W`
     BackwardWeight,
@@ -79,7 +79,7 @@ impl Kind {
 pub struct Action {
     /// The stage, from 0.
     pub stage: usize,
-    /// What is done with it.
+    /// The computation or communication.
     pub kind: Kind,
     /// The micro-batch, from 0. 0 for actions of a whole stage.
     pub micro_batch: usize,

@@ -13,7 +13,7 @@ fn error(rank: usize, message: impl std::fmt::Display) -> Error {
 /// Returns the schedule with these lists.
 ///
 /// # Errors
-/// If there is none; the message names the rank and the action.
+/// If the lists are not a schedule's; the message names the rank and the action.
 pub(super) fn schedule(lists: Vec<Vec<Action>>) -> Result<Schedule> {
     let mut ranks: HashMap<usize, usize> = HashMap::new();
     let mut micro_batches = 0;

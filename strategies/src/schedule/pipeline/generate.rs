@@ -161,8 +161,7 @@ impl Sizes {
     }
 
     /// `warm_up` forwards, then one forward and one backward in turns, then the backwards that are
-    /// left. With `weights_wait`, gradients of weights come this many backwards later than those of
-    /// inputs.
+    /// left. With `weights_wait`, gradients of weights come this many backwards later than inputs'.
     fn one_forward_one_backward(
         self,
         rank: usize,

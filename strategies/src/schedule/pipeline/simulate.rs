@@ -90,7 +90,7 @@ pub struct Simulation {
 }
 
 impl Simulation {
-    /// What a rank did, in the order of its list.
+    /// The actions of a rank with their times, in the order of its list.
     pub fn spans(&self, rank: usize) -> &[Span] {
         &self.spans[rank]
     }
