@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::net::{TcpListener, TcpStream};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::process::{Signal, kill_process};
 use serde_json::Value;
@@ -26,6 +26,32 @@ pub(crate) fn training<'a>(scratch: &'a Scratch, strategy: &str) -> Job<'a> {
         "trainer.enable_plan=false",
         "trainer.default_root_dir=runs",
     ])
+}
+
+/// A training that goes on until it is [ended](end_soon).
+fn endless<'a>(scratch: &'a Scratch, strategy: &str) -> Job<'a> {
+    let mut job = training(scratch, strategy).set(&["trainer.max_steps=1000000"]);
+    // Losses do not depend on the number of steps.
+    job.replace("scheduler.warmup_steps=3", "scheduler=\"constant\"");
+    job
+}
+
+/// Ends a training some steps later, as by Ctrl-C. Returns the results, and the options of a
+/// training of as many steps.
+#[track_caller]
+fn end_soon<const N: usize>(running: [Running; N]) -> ([Run; N], String) {
+    let last = |of: &[Running]| of.iter().filter_map(Running::last_step).max().unwrap_or(0);
+    let (reached, begun) = (last(&running), Instant::now());
+    while last(&running) < reached + 10 && begun.elapsed() < Duration::from_secs(60) {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    running[0].signal(Signal::INT);
+    let runs = running.map(Running::wait);
+    for run in &runs {
+        assert_eq!(run.code(), Some(130), "{}{}", run.stdout, run.stderr);
+    }
+    let steps = runs.iter().flat_map(Run::losses).map(|(step, _)| step).max();
+    (runs, format!("trainer.max_steps={}", steps.expect("a step")))
 }
 
 /// The losses of the training on four ranks, of which none is lost.
@@ -142,6 +168,14 @@ fn with_killed(killed: &Run, runs: &[Run]) -> Vec<(u64, f64)> {
 fn gone_on(runs: &[Run]) -> Vec<Value> {
     for run in runs {
         assert_eq!(run.code(), Some(0), "{}{}", run.stdout, run.stderr);
+    }
+    generations(runs)
+}
+
+/// Returns the generations that agents report. None reports an error.
+#[track_caller]
+fn generations(runs: &[Run]) -> Vec<Value> {
+    for run in runs {
         assert!(!run.stderr.contains("error"), "{}", run.stderr);
     }
     let mut generations: Vec<Value> =
@@ -216,9 +250,8 @@ fn killed_rank_gets_its_shards_from_hosts() {
 #[test]
 fn shards_of_a_lost_host_are_with_the_next() {
     let scratch = Scratch::with_tokens();
-    let job = training(&scratch, "fsdp");
-    let expected = undisturbed(&job);
-    let agents = Agents::new(job.set(&["trainer.elastic.replicas=1"]), "1:2", "2");
+    let job = endless(&scratch, "fsdp").set(&["trainer.elastic.replicas=1"]);
+    let agents = Agents::new(job.clone(), "1:2", "2");
     for node in [0, 1] {
         let coordinator = agents.start_coordinator();
         let mut running = Vec::from(agents.start_two());
@@ -226,27 +259,25 @@ fn shards_of_a_lost_host_are_with_the_next() {
         let lost = running.remove(node);
         kill_process(lost.pid(), Signal::KILL).unwrap();
         let killed = lost.wait();
-        let runs = [running.remove(0).wait()];
+        let left = running.remove(0);
+        left.until("its steps", |this| (this.count_of("generation") == 1).then_some(()));
+        let (runs, steps) = end_soon([left]);
         let coordinator = coordinator.wait();
-        assert_eq!(coordinator.code(), Some(0), "{}{}", coordinator.stderr, runs[0].stderr);
-        let generation = &gone_on(&runs)[0];
+        assert_eq!(coordinator.code(), Some(130), "{}{}", coordinator.stderr, runs[0].stderr);
+        let generation = &generations(&runs)[0];
         assert_eq!(generation["from"], "the copies in the host's memory");
         assert!(generation["repeated_steps"].as_u64().unwrap() <= 2, "{generation}");
-        assert_close_to(&with_killed(&killed, &runs), &expected);
         left_nothing(&scratch);
+        assert_close_to(&with_killed(&killed, &runs), &undisturbed(&job.clone().set(&[&steps])));
     }
 }
 
 #[test]
 fn lost_shards_come_back_to_a_new_host() {
     let scratch = Scratch::with_tokens();
-    let job = training(&scratch, "fsdp").set(&[
-        "trainer.max_steps=500",
-        "trainer.global_batch_size=24",
-        "trainer.elastic.replicas=1",
-    ]);
-    let expected = alone(&job);
-    let agents = Agents::new(job, "1:3", "1");
+    let job = endless(&scratch, "fsdp")
+        .set(&["trainer.global_batch_size=12", "trainer.elastic.replicas=1"]);
+    let agents = Agents::new(job.clone(), "1:3", "1");
     let [first, second, third] = ["0", "1", "2"].map(|node| agents.start(node));
     first.reach(20);
     kill_process(second.pid(), Signal::KILL).unwrap();
@@ -254,8 +285,8 @@ fn lost_shards_come_back_to_a_new_host() {
     first.until("the others to go on", |this| (this.count_of("generation") == 1).then_some(()));
     let back = agents.start("1");
     first.until("the host to come back", |this| (this.count_of("generation") == 2).then_some(()));
-    let runs = [first, third, back].map(Running::wait);
-    let generations = gone_on(&runs);
+    let (runs, steps) = end_soon([first, third, back]);
+    let generations = generations(&runs);
     let of = |key: &str| generations.iter().map(|event| event[key].clone()).collect::<Vec<_>>();
     assert_eq!(of("world_size"), [2, 3]);
     // A host that joins takes nothing away: the others hold everything.
@@ -264,8 +295,8 @@ fn lost_shards_come_back_to_a_new_host() {
         of("repeated_steps").iter().all(|steps| steps.as_u64().unwrap() <= 2),
         "{generations:?}"
     );
-    assert_close_to(&losses(&runs), &expected);
     left_nothing(&scratch);
+    assert_close_to(&losses(&runs), &alone(&job.set(&[&steps])));
 }
 
 #[test]
@@ -279,13 +310,9 @@ fn hosts_need_no_shared_directory() {
     let hsdp = "{ type = \"hsdp\", data_parallel_replicate_size = 2 }";
     for (strategy, replicas) in [("ddp", 0), (hsdp, 0), ("fsdp", 1)] {
         let scratch = Scratch::with_tokens();
-        let job = training(&scratch, strategy).set(&[
-            "trainer.max_steps=600",
-            "trainer.global_batch_size=32",
-            &format!("trainer.elastic.replicas={replicas}"),
-        ]);
-        let expected = alone(&job);
-        let agents = Agents::new(job, "1:2", "2");
+        let job =
+            endless(&scratch, strategy).set(&[&format!("trainer.elastic.replicas={replicas}")]);
+        let agents = Agents::new(job.clone(), "1:2", "2");
         let start = |node: &str| agents.job(node).mounting(APART).start();
         let [first, second] = ["0", "1"].map(start);
         first.reach(20);
@@ -294,15 +321,15 @@ fn hosts_need_no_shared_directory() {
         first.until("the other to go on", |this| (this.count_of("generation") == 1).then_some(()));
         let back = start("1");
         first.until("the host to come", |this| (this.count_of("generation") == 2).then_some(()));
-        let runs = [first, back].map(Running::wait);
-        let generations = gone_on(&runs);
+        let (runs, steps) = end_soon([first, back]);
+        let generations = generations(&runs);
         let repeated = |event: &Value| event["repeated_steps"].as_u64().unwrap();
         assert!(generations.iter().all(|event| repeated(event) <= 2 * replicas), "{generations:?}");
         let from = |generation: usize| generations[generation]["from"].as_str().unwrap();
         let memory = if replicas == 0 { "the memory of rank" } else { "the copies in the host's" };
         assert!(from(0).starts_with(memory), "{strategy}: {}", from(0));
         assert!(from(1).starts_with("the memory of rank"), "{strategy}: {}", from(1));
-        assert_close_to(&losses(&runs), &expected);
+        assert_close_to(&losses(&runs), &alone(&job.set(&[&steps])));
     }
 }
 
@@ -361,14 +388,8 @@ fn a_rank_that_is_lost_too_often_stays_out() {
 #[test]
 fn a_lost_node_comes_back() {
     let scratch = Scratch::with_tokens();
-    // Slow steps: a new process must start before the end.
-    let job = training(&scratch, "ddp").set(&[
-        "trainer.max_steps=1500",
-        "trainer.global_batch_size=64",
-        "trainer.elastic.max_restarts=0",
-    ]);
-    let expected = undisturbed(&job);
-    let agents = Agents::new(job, "1:2", "2");
+    let job = endless(&scratch, "ddp").set(&["trainer.elastic.max_restarts=0"]);
+    let agents = Agents::new(job.clone(), "1:2", "2");
     let [first, second] = agents.start_two();
     first.reach(20);
     // Like a host that is switched off.
@@ -380,23 +401,19 @@ fn a_lost_node_comes_back() {
     drop(second);
     let third = agents.start("1");
     first.until("the node to come back", is_in(2));
-    let runs = [first, third].map(Running::wait);
+    let (runs, steps) = end_soon([first, third]);
     let sizes: Vec<Value> =
-        gone_on(&runs).iter().map(|event| event["world_size"].clone()).collect();
+        generations(&runs).iter().map(|event| event["world_size"].clone()).collect();
     assert_eq!(sizes, [2, 4]);
-    assert_close_to(&losses(&runs), &expected);
+    assert_close_to(&losses(&runs), &undisturbed(&job.set(&[&steps])));
 }
 
 #[test]
 fn nodes_that_are_drained_leave() {
     let scratch = Scratch::with_tokens();
-    let job = training(&scratch, "fsdp").set(&[
-        "trainer.elastic.replicas=1",
-        "trainer.max_steps=1000",
-        "trainer.global_batch_size=24",
-    ]);
-    let expected = alone(&job);
-    let agents = Agents::new(job, "1:3", "1").with_three_seats().leaving_on_sigterm();
+    let job = endless(&scratch, "fsdp")
+        .set(&["trainer.elastic.replicas=1", "trainer.global_batch_size=12"]);
+    let agents = Agents::new(job.clone(), "1:3", "1").with_three_seats().leaving_on_sigterm();
     let [first, second, third] = ["0", "1", "2"].map(|node_rank| agents.start(node_rank));
     let leave = |this: Running| {
         this.signal(Signal::TERM);
@@ -412,13 +429,13 @@ fn nodes_that_are_drained_leave() {
     let fourth = agents.start("0");
     second.until("the node to come", |this| this.said(" with 3 ranks").then_some(()));
     leave(third);
-    let runs = [second, fourth].map(Running::wait);
+    let (runs, steps) = end_soon([second, fourth]);
     let sizes: Vec<Value> =
-        gone_on(&runs).iter().map(|event| event["world_size"].clone()).collect();
+        generations(&runs).iter().map(|event| event["world_size"].clone()).collect();
     assert!(sizes.ends_with(&[3.into(), 2.into()]), "{sizes:?}");
     let said = "leaves the job, as it was asked to. The job goes on";
     assert!(first.stderr.contains(said), "{}", first.stderr);
-    assert_close_to(&with_killed(&first, &runs), &expected);
+    assert_close_to(&with_killed(&first, &runs), &alone(&job.set(&[&steps])));
 }
 
 #[test]
@@ -464,10 +481,8 @@ fn a_node_that_cannot_leave_says_why() {
 #[test]
 fn a_node_is_lost_before_all_have_begun() {
     let scratch = Scratch::with_tokens();
-    let job =
-        training(&scratch, "ddp").set(&["trainer.max_steps=800", "trainer.global_batch_size=24"]);
-    let expected = alone(&job);
-    let agents = Agents::new(job, "1:3", "1");
+    let job = endless(&scratch, "ddp").set(&["trainer.global_batch_size=12"]);
+    let agents = Agents::new(job.clone(), "1:3", "1");
     let coordinator = agents.start_coordinator();
     let [first, second, third] = ["0", "1", "2"].map(|node_rank| agents.start(node_rank));
     let process = rank_of(&second, 1);
@@ -480,12 +495,13 @@ fn a_node_is_lost_before_all_have_begun() {
     let killed = third.wait();
     std::thread::sleep(Duration::from_secs(4));
     kill_process(first.pid(), Signal::CONT).unwrap();
-    let runs = [first, second].map(Running::wait);
+    first.until("the third one's loss", |this| this.said(" with 2 ranks").then_some(()));
+    let (runs, steps) = end_soon([first, second]);
     let sizes: Vec<Value> =
-        gone_on(&runs).iter().map(|event| event["world_size"].clone()).collect();
+        generations(&runs).iter().map(|event| event["world_size"].clone()).collect();
     assert_eq!(sizes.last(), Some(&2.into()));
-    assert_close_to(&with_killed(&killed, &runs), &expected);
-    assert_eq!(coordinator.wait().code(), Some(0));
+    assert_eq!(coordinator.wait().code(), Some(130));
+    assert_close_to(&with_killed(&killed, &runs), &alone(&job.set(&[&steps])));
 }
 
 #[test]
@@ -529,14 +545,9 @@ fn coordinator_without_ranks_survives_all_hosts() {
 #[test]
 fn coordinators_are_replaced_one_after_another() {
     let scratch = Scratch::with_tokens();
-    // Slow steps: new processes must start before the end.
-    let job = training(&scratch, "ddp").set(&[
-        "trainer.max_steps=2000",
-        "trainer.global_batch_size=24",
-        "trainer.elastic.max_restarts=0",
-    ]);
-    let expected = job.clone().set(&["trainer.devices=1"]).succeed().losses();
-    let agents = Agents::new(job, "1:3", "1").with_three_seats();
+    let job = endless(&scratch, "ddp")
+        .set(&["trainer.global_batch_size=12", "trainer.elastic.max_restarts=0"]);
+    let agents = Agents::new(job.clone(), "1:3", "1").with_three_seats();
     let mut running: Vec<Running> = Vec::new();
     // In the order of the endpoints: each hosts the first one that is free.
     for (node, endpoint) in agents.endpoint.split(',').enumerate() {
@@ -560,22 +571,20 @@ fn coordinators_are_replaced_one_after_another() {
         running.push(agents.start(node));
         running[0].until("the node to come back", |this| has_begun(this, 2));
     }
-    let runs: Vec<Run> = running.into_iter().map(Running::wait).collect();
-    for run in &runs {
-        assert_eq!(run.code(), Some(0), "{}{}", run.stdout, run.stderr);
-    }
+    let running: [Running; 3] = running.try_into().ok().expect("three nodes");
+    let (runs, steps) = end_soon(running);
     found.extend(ended.iter().flat_map(Run::losses_so_far));
     found.extend(losses(&runs));
-    assert_close(&found, &expected, 1e-6);
     left_nothing(&scratch);
+    let expected = job.set(&["trainer.devices=1", &steps]).succeed().losses();
+    assert_close(&found, &expected, 1e-6);
 }
 
 #[test]
 fn a_coordinator_without_ranks_is_replaced() {
     let scratch = Scratch::with_tokens();
-    let job = training(&scratch, "ddp").set(&["trainer.max_steps=4000"]);
-    let expected = undisturbed(&job);
-    let agents = Agents::new(job, "2", "2").with_three_seats();
+    let job = endless(&scratch, "ddp");
+    let agents = Agents::new(job.clone(), "2", "2").with_three_seats();
     let coordinator = agents.coordinator().start();
     coordinator.until("its start", |this| this.said("may coordinate").then_some(()));
     let running = agents.start_two();
@@ -588,10 +597,9 @@ fn a_coordinator_without_ranks_is_replaced() {
     kill_process(coordinator.pid(), Signal::KILL).unwrap();
     running[0].until("the third generation", |this| begun(this, 2));
     coordinator.wait();
-    let runs = running.map(Running::wait);
-    let generations = gone_on(&runs);
-    assert_eq!(generations[1]["world_size"], 4, "all ranks are kept");
-    assert_eq!(losses(&runs), expected);
+    let (runs, steps) = end_soon(running);
+    assert_eq!(generations(&runs)[1]["world_size"], 4, "all ranks are kept");
+    assert_eq!(losses(&runs), undisturbed(&job.set(&[&steps])));
     let said = format!("{}{}", runs[0].stderr, runs[1].stderr);
     assert!(said.contains("the agent that coordinated the job, on"), "{said}");
 }
@@ -665,20 +673,18 @@ fn the_larger_half_of_a_partition_goes_on() {
 #[test]
 fn a_node_that_cannot_join_is_refused() {
     let scratch = Scratch::with_tokens();
-    let job =
-        training(&scratch, "ddp").set(&["trainer.max_steps=800", "trainer.global_batch_size=64"]);
-    let agents = Agents::new(job, "1:2", "1");
+    let agents = Agents::new(endless(&scratch, "ddp"), "1:2", "1");
     let first = agents.start("0");
     first.reach(20);
     // Its ranks find no such device.
     let second = agents.job("1").env("FULGURITE_TRAINER__ACCELERATOR", "cuda").start().wait();
     assert_eq!(second.code(), Some(1), "{}", second.stderr);
     assert!(second.stderr.contains("the job goes on without this node"), "{}", second.stderr);
-    let runs = [first.wait()];
+    first.until("the next generation", |this| this.said(" with 1 rank").then_some(()));
+    let (runs, _) = end_soon([first]);
     let sizes: Vec<Value> =
-        gone_on(&runs).iter().map(|event| event["world_size"].clone()).collect();
+        generations(&runs).iter().map(|event| event["world_size"].clone()).collect();
     assert_eq!(sizes.last(), Some(&1.into()));
-    assert_eq!(losses(&runs).len(), 800);
 }
 
 #[test]
