@@ -32,17 +32,14 @@ struct DistillationConfig {
     /// The teacher: a Hugging Face directory of a decoder.
     teacher: PathBuf,
     /// Layers of the student.
+    #[default(2)]
     layers: usize,
     /// Divisor of both models' logits in the divergence.
+    #[default(2.0)]
     temperature: f64,
     /// The weight of the divergence; the cross entropy of the data has the rest.
+    #[default(0.5)]
     alpha: f64,
-}
-
-impl Default for DistillationConfig {
-    fn default() -> Self {
-        Self { teacher: PathBuf::new(), layers: 2, temperature: 2.0, alpha: 0.5 }
-    }
 }
 
 impl DistillationConfig {

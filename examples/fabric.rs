@@ -49,16 +49,12 @@ impl Net {
 struct Sine;
 
 /// The `[data]` table.
-#[derive(Serialize, Deserialize)]
+#[derive(Serialize, Deserialize, Documented)]
 #[serde(deny_unknown_fields, default)]
 struct SineConfig {
+    /// Samples of one micro-batch of one rank.
+    #[default(32)]
     batch_size: usize,
-}
-
-impl Default for SineConfig {
-    fn default() -> Self {
-        Self { batch_size: 32 }
-    }
 }
 
 impl DataModule for Sine {

@@ -47,15 +47,10 @@ struct Gan {
 #[serde(deny_unknown_fields, default)]
 struct GanConfig {
     /// Width of the hidden layers of both networks.
+    #[default(64)]
     width: usize,
     /// Random inputs of the generator for each point; taken from the data.
     noise: usize,
-}
-
-impl Default for GanConfig {
-    fn default() -> Self {
-        Self { width: 64, noise: 0 }
-    }
 }
 
 fn sum(values: &Tensor) -> Result<Loss> {
@@ -156,15 +151,11 @@ struct Batch {
 #[serde(deny_unknown_fields, default)]
 struct SpotsConfig {
     /// Points in a batch.
+    #[default(64)]
     batch_size: usize,
     /// Random inputs of the generator for each point.
+    #[default(4)]
     noise: usize,
-}
-
-impl Default for SpotsConfig {
-    fn default() -> Self {
-        Self { batch_size: 64, noise: 4 }
-    }
 }
 
 impl DataModule for Spots {

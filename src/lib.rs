@@ -11,12 +11,18 @@
 //!
 //! struct Net { embed: Embedding, blocks: Vec<Unit<GeluMlp>>, head: Linear }
 //!
-//! #[derive(Clone, Serialize, Deserialize)]
+//! #[derive(Clone, Serialize, Deserialize, Documented)]
 //! #[serde(deny_unknown_fields, default)]
-//! struct NetConfig { vocab: usize, dim: usize, layers: usize }
-//!
-//! impl Default for NetConfig {
-//!     fn default() -> Self { Self { vocab: 257, dim: 64, layers: 2 } }
+//! struct NetConfig {
+//!     /// Number of token ids.
+//!     #[default(257)]
+//!     vocab: usize,
+//!     /// Width of the residual stream.
+//!     #[default(64)]
+//!     dim: usize,
+//!     /// Number of blocks.
+//!     #[default(2)]
+//!     layers: usize,
 //! }
 //!
 //! impl LightningModule for Net {

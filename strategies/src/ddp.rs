@@ -15,8 +15,10 @@ use crate::mesh_strategy::{GradientSettings, MeshStrategy, Settings, Sharding};
 #[serde(deny_unknown_fields, default)]
 pub struct Ddp {
     /// Size of a gradient bucket in MiB, as in PyTorch DDP.
+    #[default(25.0)]
     pub bucket_cap_mb: f64,
     /// Size of the first bucket in MiB. A small one starts the reduction early.
+    #[default(1.0)]
     pub first_bucket_mb: f64,
     /// Patterns of parameters excluded from data parallelism: every rank holds them whole, and
     /// their gradients are not reduced.
@@ -30,18 +32,6 @@ pub struct Ddp {
     /// of two, so that the division does not round. By default 1, or the compression's choice.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gradient_predivide_factor: Option<f64>,
-}
-
-impl Default for Ddp {
-    fn default() -> Self {
-        Self {
-            bucket_cap_mb: 25.0,
-            first_bucket_mb: 1.0,
-            ignored: Vec::new(),
-            gradient_compression: None,
-            gradient_predivide_factor: None,
-        }
-    }
 }
 
 #[typetag::serde(name = "ddp")]

@@ -23,12 +23,14 @@ use crate::schedule::fsdp::Prefetch;
 #[serde(deny_unknown_fields, default)]
 pub struct Diloco {
     /// Optimizer steps between synchronisations of the replicas; by default 500, as in the paper.
+    #[default(500)]
     pub sync_every: u64,
     /// Steps at the start of training in which gradients are summed over replicas, as in `ddp`.
     pub warmup_steps: u64,
     /// The outer optimizer: `lr`, `momentum` and `nesterov`.
     pub outer: OuterSgd,
     /// Number of ranks that a replica is sharded over, as in `fsdp`; by default 1.
+    #[default(1)]
     pub data_parallel_shard_size: usize,
     /// Number of replicas; by default the ranks divided by the shard size.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -36,6 +38,7 @@ pub struct Diloco {
     /// Whether a unit's parameters are freed between its forward and its backward, if replicas are
     /// sharded: `true` (same as `"auto"`), `false`, `"all_but_last"`, or the number of ranks over
     /// which parts are kept.
+    #[default(ReshardAfterForward::Auto)]
     pub reshard_after_forward: ReshardAfterForward,
     /// dtypes to gather, compute and reduce in.
     pub mixed_precision: MixedPrecisionPolicy,
@@ -47,39 +50,21 @@ pub struct Diloco {
 }
 
 /// The outer optimizer of [`Diloco`]: SGD, as in PyTorch. Its state is in f32 (f64 for parameters
-/// in f64), sharded like the parameters.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+/// in f64), sharded like the parameters. Defaults are the paper's.
+#[derive(
+    Debug, Clone, Copy, PartialEq, Serialize, Deserialize, fulgurite_config_derive::Documented,
+)]
 #[serde(deny_unknown_fields, default)]
 pub struct OuterSgd {
     /// Learning rate.
+    #[default(0.7)]
     pub lr: f64,
     /// Momentum, from 0 up to but not including 1.
+    #[default(0.9)]
     pub momentum: f64,
     /// Whether momentum is Nesterov's. Has no effect without momentum.
+    #[default(true)]
     pub nesterov: bool,
-}
-
-impl Default for OuterSgd {
-    /// The paper's values.
-    fn default() -> Self {
-        Self { lr: 0.7, momentum: 0.9, nesterov: true }
-    }
-}
-
-impl Default for Diloco {
-    fn default() -> Self {
-        Self {
-            sync_every: 500,
-            warmup_steps: 0,
-            outer: OuterSgd::default(),
-            data_parallel_shard_size: 1,
-            data_parallel_replicate_size: None,
-            reshard_after_forward: ReshardAfterForward::Auto,
-            mixed_precision: MixedPrecisionPolicy::default(),
-            prefetch: Prefetch::default(),
-            allow_root_only: false,
-        }
-    }
 }
 
 impl Diloco {

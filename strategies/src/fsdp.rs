@@ -73,6 +73,7 @@ impl<'de> Deserialize<'de> for ReshardAfterForward {
 pub struct Fsdp {
     /// Whether a unit's parameters are freed between its forward and its backward: `true` (same as
     /// `"auto"`), `false`, `"all_but_last"`, or the number of ranks over which parts are kept.
+    #[default(ReshardAfterForward::Auto)]
     pub reshard_after_forward: ReshardAfterForward,
     /// dtypes to gather, compute and reduce in.
     pub mixed_precision: MixedPrecisionPolicy,
@@ -103,23 +104,6 @@ pub struct Fsdp {
     #[serde(deserialize_with = "plugin::deserialize_option")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub parallelize: Option<Box<dyn ParallelizeConfig>>,
-}
-
-impl Default for Fsdp {
-    fn default() -> Self {
-        Self {
-            reshard_after_forward: ReshardAfterForward::Auto,
-            mixed_precision: MixedPrecisionPolicy::default(),
-            prefetch: Prefetch::default(),
-            shard_conditions: Vec::new(),
-            allow_root_only: false,
-            cpu_offload: false,
-            ignored: Vec::new(),
-            accumulation_sync: AccumulationSync::default(),
-            gradient_predivide_factor: None,
-            parallelize: None,
-        }
-    }
 }
 
 impl Fsdp {

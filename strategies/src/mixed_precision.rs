@@ -31,7 +31,9 @@ impl From<DTypeName> for DType {
 }
 
 /// Like PyTorch FSDP2's `MixedPrecisionPolicy`. Missing fields change nothing.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_config_derive::Documented,
+)]
 #[serde(deny_unknown_fields, default)]
 pub struct MixedPrecisionPolicy {
     /// dtype for gathering and computing parameters. The optimizer's values keep their dtype.
@@ -46,6 +48,7 @@ pub struct MixedPrecisionPolicy {
     pub output_dtype: Option<DTypeName>,
     /// Whether a unit's floating-point inputs are cast to its compute dtype. Layers in the unit
     /// always cast their inputs.
+    #[default(true)]
     pub cast_forward_inputs: bool,
     /// Units and layers with other dtypes, like FSDP2's `fully_shard` with a policy for a module.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -108,17 +111,5 @@ impl MixedPrecisionPolicy {
         let found = innermost_match(overrides().map(|over| over.modules.as_str()), fqn);
         let over = found.and_then(|found| overrides().nth(found));
         over.and_then(|over| over.reduce_dtype).or(self.reduce_dtype).map(DType::from)
-    }
-}
-
-impl Default for MixedPrecisionPolicy {
-    fn default() -> Self {
-        Self {
-            param_dtype: None,
-            reduce_dtype: None,
-            output_dtype: None,
-            cast_forward_inputs: true,
-            overrides: Vec::new(),
-        }
     }
 }

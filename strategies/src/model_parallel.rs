@@ -85,6 +85,7 @@ pub struct ModelParallel {
     pub parallelize: Option<Box<dyn ParallelizeConfig>>,
     /// Whether a unit's parameters are freed between its forward and its backward: `true` (same as
     /// `"auto"`), `false`, `"all_but_last"`, or the number of ranks over which parts are kept.
+    #[default(ReshardAfterForward::Auto)]
     pub reshard_after_forward: ReshardAfterForward,
     /// dtypes to gather, compute and reduce in.
     pub mixed_precision: MixedPrecisionPolicy,
@@ -114,39 +115,11 @@ pub struct ModelParallel {
     /// Whether checkpoints are distributed, with each rank writing its own part (`true`), or full
     /// in Hugging Face's layout, gathered on rank 0 tensor by tensor (`false`). A run resumes from
     /// either.
+    #[default(true)]
     pub save_distributed_checkpoint: bool,
     /// How long a rank waits for the others in a collective; overrides `trainer.timeout_secs`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub timeout_secs: Option<u64>,
-}
-
-impl Default for ModelParallel {
-    fn default() -> Self {
-        Self {
-            data_parallel_size: None,
-            data_parallel_replicate_size: None,
-            data_parallel_shard_size: None,
-            context_parallel_size: None,
-            tensor_parallel_size: None,
-            expert_parallel_size: None,
-            pipeline_parallel_size: None,
-            pipeline_schedule: None,
-            pipeline_stages_per_rank: None,
-            pipeline_units: None,
-            parallelize: None,
-            reshard_after_forward: ReshardAfterForward::Auto,
-            mixed_precision: MixedPrecisionPolicy::default(),
-            prefetch: Prefetch::default(),
-            allow_root_only: false,
-            cpu_offload: false,
-            ignored: Vec::new(),
-            accumulation_sync: AccumulationSync::default(),
-            gradient_compression: None,
-            gradient_predivide_factor: None,
-            save_distributed_checkpoint: true,
-            timeout_secs: None,
-        }
-    }
 }
 
 impl ModelParallel {

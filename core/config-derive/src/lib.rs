@@ -1,41 +1,48 @@
-//! The derive macro `Documented`: a configuration table's keys, documented by the struct's fields.
+//! The derive macro `Documented`: a configuration table's keys, with the documentation and the
+//! defaults of the struct's fields.
 //!
 //! `fulgurite` and `fulgurite-core` export it beside the trait.
 //!
 //! ```ignore
 //! use fulgurite::prelude::*;
 //!
-//! #[derive(Clone, Default, Serialize, Deserialize, Documented)]
+//! #[derive(Clone, Serialize, Deserialize, Documented)]
 //! #[serde(deny_unknown_fields, default)]
 //! struct NetConfig {
 //!     /// Width of the residual stream.
+//!     #[default(64)]
 //!     dim: usize,
+//!     /// Whether layers have biases.
+//!     bias: bool,
 //! }
 //! ```
+//!
+//! A struct with `#[default(…)]` on some of its fields is [`Default`] as well. Its other fields have
+//! the defaults of their types.
 
 use proc_macro::{Delimiter, TokenStream, TokenTree};
 
 /// For crates that depend on `fulgurite`.
-#[proc_macro_derive(DocumentedForPrograms, attributes(serde))]
+#[proc_macro_derive(DocumentedForPrograms, attributes(serde, default))]
 pub fn documented_for_programs(item: TokenStream) -> TokenStream {
     expand(item, "::fulgurite::core::config")
 }
 
 /// For crates that depend on `fulgurite-core`.
-#[proc_macro_derive(DocumentedForPlugins, attributes(serde))]
+#[proc_macro_derive(DocumentedForPlugins, attributes(serde, default))]
 pub fn documented_for_plugins(item: TokenStream) -> TokenStream {
     expand(item, "::fulgurite_core::config")
 }
 
 /// For the crates inside `fulgurite-core`.
-#[proc_macro_derive(Documented, attributes(serde))]
+#[proc_macro_derive(Documented, attributes(serde, default))]
 pub fn documented(item: TokenStream) -> TokenStream {
     expand(item, "::fulgurite_config")
 }
 
 fn expand(item: TokenStream, config: &str) -> TokenStream {
     let code = match parse(item) {
-        Ok((name, fields)) => implementation(config, &name, &fields),
+        Ok((name, fields)) => implementation(config, &name, &fields) + &default(&name, &fields),
         Err(message) => format!("::std::compile_error!({message:?});"),
     };
     code.parse().expect("the generated code is Rust")
@@ -44,11 +51,14 @@ fn expand(item: TokenStream, config: &str) -> TokenStream {
 /// A field of the struct.
 #[derive(Default)]
 struct Field {
+    name: String,
     key: String,
     ty: String,
     /// Source text of the literals.
     doc: Vec<String>,
     skipped: bool,
+    /// Source text of `#[default(…)]`.
+    default: Option<String>,
 }
 
 fn implementation(config: &str, name: &str, fields: &[Field]) -> String {
@@ -78,6 +88,26 @@ fn implementation(config: &str, name: &str, fields: &[Field]) -> String {
             {config}::DocumentedType::new::<{name}>()
         }}",
         keys.collect::<String>()
+    )
+}
+
+/// Implements `Default` if a field has a default.
+fn default(name: &str, fields: &[Field]) -> String {
+    if fields.iter().all(|field| field.default.is_none()) {
+        return String::new();
+    }
+    let fields = fields.iter().map(|Field { name, default, .. }| {
+        let default = default.as_deref().unwrap_or("::std::default::Default::default()");
+        format!("{name}: {default},")
+    });
+    format!(
+        "#[automatically_derived]
+        impl ::std::default::Default for {name} {{
+            fn default() -> Self {{
+                Self {{ {} }}
+            }}
+        }}",
+        fields.collect::<String>()
     )
 }
 
@@ -117,8 +147,9 @@ fn fields(stream: TokenStream) -> Result<Vec<Field>, String> {
                 }
             }
             TokenTree::Ident(name) => {
+                field.name = name.to_string();
                 if field.key.is_empty() {
-                    field.key = name.to_string().trim_start_matches("r#").to_owned();
+                    field.key = field.name.trim_start_matches("r#").to_owned();
                 }
                 // Skips the colon, then reads the type up to the first comma outside of `<…>`.
                 tokens.next();
@@ -148,6 +179,12 @@ fn read_attribute(attribute: TokenStream, field: &mut Field) -> Result<(), Strin
     match (tokens.next().map(|token| token.to_string()).as_deref(), tokens.next()) {
         (Some("doc"), Some(TokenTree::Punct(_))) => {
             field.doc.extend(tokens.map(|token| token.to_string()));
+        }
+        (Some("default"), Some(TokenTree::Group(group))) => {
+            field.default = Some(group.stream().to_string());
+        }
+        (Some("default"), _) => {
+            return Err("a default is written as `#[default(64)]`".to_owned());
         }
         (Some("serde"), Some(TokenTree::Group(group))) => {
             let arguments: Vec<TokenTree> = group.stream().into_iter().collect();

@@ -23,7 +23,29 @@ pub struct KeyDoc {
 /// schema.
 ///
 /// `#[derive(Documented)]` beside serde's derives implements it from the fields' documentation
-/// comments, and so does [`config_struct!`](crate::config_struct).
+/// comments. With `#[default(…)]` on a field it implements [`Default`] too.
+///
+/// ```
+/// use fulgurite_core::config::{self, Documented};
+/// use serde::{Deserialize, Serialize};
+///
+/// /// The table `[data]`.
+/// #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, Documented)]
+/// #[serde(deny_unknown_fields, default)]
+/// struct DataConfig {
+///     /// Tokens in a sample.
+///     #[default(128)]
+///     seq_len: usize,
+///     /// Where the text is.
+///     path: Option<std::path::PathBuf>,
+/// }
+///
+/// let data: DataConfig = config::parse(toml::toml! { path = "notes.txt" })?;
+/// assert_eq!(data, DataConfig { path: Some("notes.txt".into()), ..Default::default() });
+/// assert_eq!(data.seq_len, 128);
+/// assert_eq!(DataConfig::keys()[1].ty, "path, optional");
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
 pub trait Documented {
     /// All keys, in order of declaration.
     fn keys() -> Vec<KeyDoc>;
@@ -31,7 +53,7 @@ pub trait Documented {
 
 /// A [`Documented`] type of this program, which can be found by its type id.
 ///
-/// The derive macro and [`config_struct!`](crate::config_struct) submit one.
+/// The derive macro submits one.
 pub struct DocumentedType {
     id: fn() -> TypeId,
     keys: fn() -> Vec<KeyDoc>,
@@ -139,65 +161,4 @@ impl<T: ConfigType> ConfigType for (T, T) {
     fn describe() -> String {
         format!("list of 2 {}", T::describe())
     }
-}
-
-/// Declares a configuration table: a struct whose fields have documentation and defaults.
-///
-/// The struct is `Serialize`, `Deserialize` (every key optional, unknown keys refused), `Default`
-/// and [`Documented`](crate::Documented). The calling crate needs `serde` with `derive`.
-///
-/// ```
-/// use fulgurite_core::config::{self, Documented as _};
-///
-/// fulgurite_core::config_struct! {
-///     /// The table `[data]`.
-///     #[derive(Debug, Clone, PartialEq)]
-///     pub struct DataConfig {
-///         /// Tokens in a sample.
-///         pub seq_len: usize = 128,
-///         /// Where the text is.
-///         pub path: Option<std::path::PathBuf> = None,
-///     }
-/// }
-///
-/// let data: DataConfig = config::parse(toml::toml! { seq_len = 64 })?;
-/// assert_eq!(data, DataConfig { seq_len: 64, ..Default::default() });
-/// assert_eq!(DataConfig::keys()[1].ty, "path, optional");
-/// # Ok::<(), fulgurite_core::Error>(())
-/// ```
-#[macro_export]
-macro_rules! config_struct {
-    (
-        $(#[$meta:meta])*
-        $vis:vis struct $name:ident {
-            $( $(#[doc = $doc:expr])+ $field_vis:vis $field:ident: $ty:ty = $default:expr ),* $(,)?
-        }
-    ) => {
-        $(#[$meta])*
-        #[derive(::serde::Serialize, ::serde::Deserialize)]
-        #[serde(deny_unknown_fields, default)]
-        $vis struct $name {
-            $( $(#[doc = $doc])+ $field_vis $field: $ty, )*
-        }
-
-        impl ::std::default::Default for $name {
-            fn default() -> Self {
-                Self { $( $field: $default, )* }
-            }
-        }
-
-        $crate::__private::inventory::submit! { $crate::DocumentedType::new::<$name>() }
-
-        impl $crate::Documented for $name {
-            fn keys() -> ::std::vec::Vec<$crate::KeyDoc> {
-                ::std::vec![ $(
-                    $crate::KeyDoc {
-                        name: ::std::borrow::Cow::Borrowed(::std::stringify!($field)),
-                        ty: <$ty as $crate::ConfigType>::describe(),
-                        doc: ::std::concat!($($doc, "\n"),+),
-                    },
-                )* ]
-            }
-        }
-    };
 }

@@ -3,12 +3,13 @@
 //! ```
 //! use fulgurite_core::config::reference::{self, Section};
 //!
-//! fulgurite_core::config_struct! {
-//!     /// The table `[data]`.
-//!     struct DataConfig {
-//!         /// Tokens in a sample.
-//!         seq_len: usize = 128,
-//!     }
+//! /// The table `[data]`.
+//! #[derive(serde::Serialize, serde::Deserialize, fulgurite_core::config::Documented)]
+//! #[serde(deny_unknown_fields, default)]
+//! struct DataConfig {
+//!     /// Tokens in a sample.
+//!     #[default(128)]
+//!     seq_len: usize,
 //! }
 //!
 //! let page = reference::markdown(&[Section::of::<DataConfig>("data")?]);
@@ -39,7 +40,7 @@ pub struct Section {
 }
 
 impl Section {
-    /// Returns the section of a table declared with [`config_struct!`](crate::config_struct).
+    /// Returns the section of a table that is [`Documented`].
     ///
     /// # Errors
     /// [`Error::Config`] if the documented keys differ from the keys that serde writes.

@@ -23,7 +23,7 @@ pub mod config {
 }
 pub use fulgurite_config::{__private, registry};
 pub use fulgurite_config::{
-    config_struct, plugin_kind, register_accelerator, register_callback, register_checkpoint_io,
+    plugin_kind, register_accelerator, register_callback, register_checkpoint_io,
     register_environment, register_gradient_compression, register_logger, register_optimizer,
     register_parallelize, register_plugin, register_process_group, register_scheduler,
     register_strategy, register_table,

@@ -42,16 +42,20 @@ use fulgurite_tensor::memory::{self, MemoryKind, Place};
 pub struct Adafactor {
     /// The largest relative step size, before the schedule. The step size is at most one over the
     /// root of the number of steps.
+    #[default(1e-2)]
     pub lr: f64,
     /// The power of the number of steps that the newest squares' weight is; zero or less.
+    #[default(-0.8)]
     pub beta2_decay: f64,
     /// Lower bound of second moments' roots and row means; without it the epsilon of the
     /// parameter's dtype.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub eps1: Option<f64>,
     /// Lower bound of a parameter's root mean square in the step size.
+    #[default(1e-3)]
     pub eps2: f64,
     /// The root mean square above which updates are scaled down; one or more.
+    #[default(1.0)]
     pub d: f64,
     /// Values shrink by this times the learning rate in each step.
     pub weight_decay: f64,
@@ -59,21 +63,6 @@ pub struct Adafactor {
     pub no_decay: Vec<String>,
     /// Parameters with their own options.
     pub groups: Vec<ParamGroupConfig>,
-}
-
-impl Default for Adafactor {
-    fn default() -> Self {
-        Self {
-            lr: 1e-2,
-            beta2_decay: -0.8,
-            eps1: None,
-            eps2: 1e-3,
-            d: 1.0,
-            weight_decay: 0.0,
-            no_decay: Vec::new(),
-            groups: Vec::new(),
-        }
-    }
 }
 
 #[typetag::serde(name = "adafactor")]

@@ -21,6 +21,7 @@ use fulgurite_module::parameter::Parameter;
 #[serde(deny_unknown_fields, default)]
 pub struct Adagrad {
     /// The learning rate, before the schedule.
+    #[default(1e-2)]
     pub lr: f64,
     /// The learning rate is divided by one plus this times the number of earlier steps.
     pub lr_decay: f64,
@@ -29,6 +30,7 @@ pub struct Adagrad {
     /// The sum of squares before the first step.
     pub initial_accumulator_value: f64,
     /// Added to the denominator.
+    #[default(1e-10)]
     pub eps: f64,
     /// FQN patterns of parameters that are not decayed: `["*norm*", "bias"]`.
     pub no_decay: Vec<String>,
@@ -36,21 +38,6 @@ pub struct Adagrad {
     pub groups: Vec<ParamGroupConfig>,
     /// dtype of the sums: `"f32"`, or `"bf16"` for half of the memory.
     pub state_dtype: StateDtype,
-}
-
-impl Default for Adagrad {
-    fn default() -> Self {
-        Self {
-            lr: 1e-2,
-            lr_decay: 0.0,
-            weight_decay: 0.0,
-            initial_accumulator_value: 0.0,
-            eps: 1e-10,
-            no_decay: Vec::new(),
-            groups: Vec::new(),
-            state_dtype: StateDtype::default(),
-        }
-    }
 }
 
 #[typetag::serde(name = "adagrad")]

@@ -27,10 +27,13 @@ use fulgurite_module::parameter::Parameter;
 #[serde(deny_unknown_fields, default)]
 pub struct Adam {
     /// The learning rate, before the schedule.
+    #[default(1e-3)]
     pub lr: f64,
     /// The decay rates of the two moments, each in `[0, 1)`.
+    #[default((0.9, 0.999))]
     pub betas: (f64, f64),
     /// Added to the denominator.
+    #[default(1e-8)]
     pub eps: f64,
     /// Factor of the values that are added to the gradient.
     pub weight_decay: f64,
@@ -40,20 +43,6 @@ pub struct Adam {
     pub groups: Vec<ParamGroupConfig>,
     /// dtype of the two moments: `"f32"`, or `"bf16"` for half of the memory.
     pub state_dtype: StateDtype,
-}
-
-impl Default for Adam {
-    fn default() -> Self {
-        Self {
-            lr: 1e-3,
-            betas: (0.9, 0.999),
-            eps: 1e-8,
-            weight_decay: 0.0,
-            no_decay: Vec::new(),
-            groups: Vec::new(),
-            state_dtype: StateDtype::default(),
-        }
-    }
 }
 
 #[typetag::serde(name = "adam")]

@@ -44,20 +44,17 @@ fn half_wave(progress: f64) -> f64 {
 #[serde(deny_unknown_fields, default)]
 pub struct OneCycle {
     /// The fraction of the cycle in which the rate rises, between 0 and 1.
+    #[default(0.3)]
     pub pct_start: f64,
     /// The first rate is the largest divided by this.
+    #[default(25.0)]
     pub div_factor: f64,
     /// The last rate is the first divided by this.
+    #[default(1e4)]
     pub final_div_factor: f64,
     /// The cycle's length in steps; by default the run's length.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub total_steps: Option<u64>,
-}
-
-impl Default for OneCycle {
-    fn default() -> Self {
-        Self { pct_start: 0.3, div_factor: 25.0, final_div_factor: 1e4, total_steps: None }
-    }
 }
 
 #[typetag::serde(name = "one_cycle")]
@@ -97,19 +94,15 @@ impl SchedulerConfig for OneCycle {
 #[serde(deny_unknown_fields, default)]
 pub struct CosineWarmRestarts {
     /// Number of steps of the first decay.
+    #[default(1000)]
     pub first_steps: u64,
     /// The length of each decay over the length of the one before.
+    #[default(1)]
     pub multiplier: u64,
     /// The factor at the end of each decay, in `[0, 1]`.
     pub min_factor: f64,
     /// Number of steps over which the rate rises before the first decay.
     pub warmup_steps: u64,
-}
-
-impl Default for CosineWarmRestarts {
-    fn default() -> Self {
-        Self { first_steps: 1000, multiplier: 1, min_factor: 0.0, warmup_steps: 0 }
-    }
 }
 
 #[typetag::serde(name = "cosine_warm_restarts")]
@@ -177,18 +170,13 @@ impl SchedulerConfig for WarmupStableDecay {
 #[serde(deny_unknown_fields, default)]
 pub struct Polynomial {
     /// The exponent.
+    #[default(1.0)]
     pub power: f64,
     /// Number of steps over which the rate rises.
     pub warmup_steps: u64,
     /// The step at which the rate is 0, warm-up included; by default the run's length.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub total_steps: Option<u64>,
-}
-
-impl Default for Polynomial {
-    fn default() -> Self {
-        Self { power: 1.0, warmup_steps: 0, total_steps: None }
-    }
 }
 
 #[typetag::serde(name = "polynomial")]
@@ -211,15 +199,10 @@ impl SchedulerConfig for Polynomial {
 #[serde(deny_unknown_fields, default)]
 pub struct Exponential {
     /// The factor of each decay; zero or more.
+    #[default(0.999)]
     pub gamma: f64,
     /// Number of steps over which the rate rises.
     pub warmup_steps: u64,
-}
-
-impl Default for Exponential {
-    fn default() -> Self {
-        Self { gamma: 0.999, warmup_steps: 0 }
-    }
 }
 
 #[typetag::serde(name = "exponential")]

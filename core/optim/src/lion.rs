@@ -23,9 +23,11 @@ use fulgurite_module::parameter::Parameter;
 #[serde(deny_unknown_fields, default)]
 pub struct Lion {
     /// The learning rate, before the schedule: the size of every element's update.
+    #[default(1e-4)]
     pub lr: f64,
     /// The momentum's weight in the update's direction, and in the next momentum. Each is in
     /// `[0, 1]`.
+    #[default((0.9, 0.99))]
     pub betas: (f64, f64),
     /// Values shrink by this times the learning rate in each step.
     pub weight_decay: f64,
@@ -35,19 +37,6 @@ pub struct Lion {
     pub groups: Vec<ParamGroupConfig>,
     /// dtype of the momentum: `"f32"`, or `"bf16"` for half of the memory.
     pub state_dtype: StateDtype,
-}
-
-impl Default for Lion {
-    fn default() -> Self {
-        Self {
-            lr: 1e-4,
-            betas: (0.9, 0.99),
-            weight_decay: 0.0,
-            no_decay: Vec::new(),
-            groups: Vec::new(),
-            state_dtype: StateDtype::default(),
-        }
-    }
 }
 
 #[typetag::serde(name = "lion")]

@@ -42,18 +42,25 @@ use fulgurite_tensor::memory::{self, Place};
 #[serde(deny_unknown_fields, default)]
 pub struct Muon {
     /// The learning rate of matrices, before the schedule and `adjust_lr_fn`.
+    #[default(1e-3)]
     pub lr: f64,
     /// Matrices shrink by this times the learning rate in each step.
+    #[default(0.1)]
     pub weight_decay: f64,
     /// The decay rate of the momentum, in `[0, 1)`.
+    #[default(0.95)]
     pub momentum: f64,
     /// Whether to use Nesterov momentum.
+    #[default(true)]
     pub nesterov: bool,
     /// The factors of the iterations' three terms.
+    #[default((3.4445, -4.775, 2.0315))]
     pub ns_coefficients: (f64, f64, f64),
     /// The smallest norm that a momentum is divided by before the iterations.
+    #[default(1e-7)]
     pub eps: f64,
     /// The number of iterations, from 1 to 99.
+    #[default(5)]
     pub ns_steps: usize,
     /// The factor of the learning rate by a matrix's shape: `"original"` or `"match_rms_adamw"`.
     pub adjust_lr_fn: AdjustLr,
@@ -111,27 +118,6 @@ impl Default for MuonAdamW {
     fn default() -> Self {
         let AdamW { lr, betas, eps, weight_decay, .. } = AdamW::default();
         Self { lr, betas, eps, weight_decay }
-    }
-}
-
-impl Default for Muon {
-    fn default() -> Self {
-        Self {
-            lr: 1e-3,
-            weight_decay: 0.1,
-            momentum: 0.95,
-            nesterov: true,
-            ns_coefficients: (3.4445, -4.775, 2.0315),
-            eps: 1e-7,
-            ns_steps: 5,
-            adjust_lr_fn: AdjustLr::default(),
-            matrices: Vec::new(),
-            exclude: Vec::new(),
-            adamw: MuonAdamW::default(),
-            no_decay: Vec::new(),
-            groups: Vec::new(),
-            state_dtype: StateDtype::default(),
-        }
     }
 }
 

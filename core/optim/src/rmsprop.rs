@@ -22,10 +22,13 @@ use fulgurite_module::parameter::Parameter;
 #[serde(deny_unknown_fields, default)]
 pub struct RmsProp {
     /// The learning rate, before the schedule.
+    #[default(1e-2)]
     pub lr: f64,
     /// The decay rate of the moving averages, in `[0, 1)`.
+    #[default(0.99)]
     pub alpha: f64,
     /// Added to the denominator.
+    #[default(1e-8)]
     pub eps: f64,
     /// Factor of the values that are added to the gradient.
     pub weight_decay: f64,
@@ -40,22 +43,6 @@ pub struct RmsProp {
     pub groups: Vec<ParamGroupConfig>,
     /// dtype of the state: `"f32"`, or `"bf16"` for half of the memory.
     pub state_dtype: StateDtype,
-}
-
-impl Default for RmsProp {
-    fn default() -> Self {
-        Self {
-            lr: 1e-2,
-            alpha: 0.99,
-            eps: 1e-8,
-            weight_decay: 0.0,
-            momentum: 0.0,
-            centered: false,
-            no_decay: Vec::new(),
-            groups: Vec::new(),
-            state_dtype: StateDtype::default(),
-        }
-    }
 }
 
 #[typetag::serde(name = "rmsprop")]

@@ -94,18 +94,14 @@ impl SchedulerConfig for Cosine {
 #[serde(deny_unknown_fields, default)]
 pub struct Step {
     /// Steps between two decays; at least one.
+    #[default(1000)]
     pub step_size: u64,
     /// The factor of each decay; zero or more.
+    #[default(0.1)]
     pub gamma: f64,
     /// Number of steps of the linear warm-up: step `s`, counted from 0, has the factor
     /// `(s + 1) / (warmup_steps + 1)`.
     pub warmup_steps: u64,
-}
-
-impl Default for Step {
-    fn default() -> Self {
-        Self { step_size: 1000, gamma: 0.1, warmup_steps: 0 }
-    }
 }
 
 #[typetag::serde(name = "step")]

@@ -33,11 +33,14 @@ use fulgurite_tensor::execution::transfer;
 #[serde(deny_unknown_fields, default)]
 pub struct ScheduleFreeAdamW {
     /// The learning rate; usually one to ten times as large as for AdamW with a schedule.
+    #[default(2.5e-3)]
     pub lr: f64,
     /// The share of the average in the weights of training, in `(0, 1)`, and the decay rate of the
     /// second moment, in `[0, 1)`.
+    #[default((0.9, 0.999))]
     pub betas: (f64, f64),
     /// Added to the denominator.
+    #[default(1e-8)]
     pub eps: f64,
     /// Values shrink by this times the learning rate in each step, at the weights of training.
     pub weight_decay: f64,
@@ -46,27 +49,12 @@ pub struct ScheduleFreeAdamW {
     /// Weights in the average grow with the step to this power.
     pub r: f64,
     /// Weights in the average are the largest learning rate so far to this power.
+    #[default(2.0)]
     pub weight_lr_power: f64,
     /// FQN patterns of parameters that are not decayed: `["*norm*", "bias"]`.
     pub no_decay: Vec<String>,
     /// Parameters with their own options.
     pub groups: Vec<ParamGroupConfig>,
-}
-
-impl Default for ScheduleFreeAdamW {
-    fn default() -> Self {
-        Self {
-            lr: 2.5e-3,
-            betas: (0.9, 0.999),
-            eps: 1e-8,
-            weight_decay: 0.0,
-            warmup_steps: 0,
-            r: 0.0,
-            weight_lr_power: 2.0,
-            no_decay: Vec::new(),
-            groups: Vec::new(),
-        }
-    }
 }
 
 #[typetag::serde(name = "schedule_free_adamw")]

@@ -25,6 +25,7 @@ use fulgurite_module::parameter::Parameter;
 #[serde(deny_unknown_fields, default)]
 pub struct Sgd {
     /// The learning rate, before the schedule.
+    #[default(1e-3)]
     pub lr: f64,
     /// The factor of the previous update in the momentum; 0 for no momentum.
     pub momentum: f64,
@@ -40,21 +41,6 @@ pub struct Sgd {
     pub groups: Vec<ParamGroupConfig>,
     /// dtype of the momentum: `"f32"`, or `"bf16"` for half of the memory.
     pub state_dtype: StateDtype,
-}
-
-impl Default for Sgd {
-    fn default() -> Self {
-        Self {
-            lr: 1e-3,
-            momentum: 0.0,
-            dampening: 0.0,
-            nesterov: false,
-            weight_decay: 0.0,
-            no_decay: Vec::new(),
-            groups: Vec::new(),
-            state_dtype: StateDtype::default(),
-        }
-    }
 }
 
 #[typetag::serde(name = "sgd")]

@@ -12,17 +12,15 @@ struct Net {
     head: Linear,
 }
 
-#[derive(Clone, Serialize, Deserialize)]
+#[derive(Clone, Serialize, Deserialize, Documented)]
 #[serde(deny_unknown_fields, default)]
 struct NetConfig {
+    /// Width of the residual stream.
+    #[default(16)]
     dim: usize,
+    /// Number of blocks.
+    #[default(4)]
     layers: usize,
-}
-
-impl Default for NetConfig {
-    fn default() -> Self {
-        Self { dim: 16, layers: 4 }
-    }
 }
 
 /// All bytes, and the end of a text.

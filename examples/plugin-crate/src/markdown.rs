@@ -5,22 +5,18 @@ use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
+use fulgurite_core::config::Documented;
 use fulgurite_core::trainer::{Logger, LoggerConfig};
 use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 /// Writes the metrics as a table to `metrics.md` in the run's directory.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize, Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Markdown {
     /// The names of the metrics to keep, in order.
+    #[default(["train_loss", "val_loss", "lr"].map(str::to_owned).into())]
     pub columns: Vec<String>,
-}
-
-impl Default for Markdown {
-    fn default() -> Self {
-        Self { columns: ["train_loss", "val_loss", "lr"].map(str::to_owned).into() }
-    }
 }
 
 #[typetag::serde(name = "markdown")]

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::autograd::storage;
 use fulgurite_core::collective::{Collective, ProcessGroup, ReduceOp, Work};
+use fulgurite_core::config::Documented;
 use fulgurite_core::random::{Purpose, Stream};
 use fulgurite_core::strategy::{
     GradientBucket, GradientCompression, GradientCompressionConfig, GradientPart,
@@ -18,19 +19,15 @@ use serde::{Deserialize, Serialize};
 /// This is "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization" (Vogels
 /// et al., 2019). A rank adds the unsent rest to its next gradient. Checkpoints do not contain the
 /// rest and the last factors, so a resumed run does not go on to the bit.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize, Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct PowerSgd {
     /// Columns of the factors.
+    #[default(4)]
     pub rank: usize,
     /// Number of synchronised backwards, from the start of the program, with whole gradients.
+    #[default(10)]
     pub start_after: usize,
-}
-
-impl Default for PowerSgd {
-    fn default() -> Self {
-        Self { rank: 4, start_after: 10 }
-    }
 }
 
 #[typetag::serde(name = "power_sgd")]

@@ -14,13 +14,8 @@ pub struct GradientNormsConfig {
     /// Number of leading segments of a parameter's name that name its group: with 3,
     /// `model.layers.0.mlp.up_proj.weight` is in the group `model.layers.0`. Without it, each
     /// parameter is a group.
+    #[default(Some(3))]
     pub depth: Option<usize>,
-}
-
-impl Default for GradientNormsConfig {
-    fn default() -> Self {
-        Self { depth: Some(3) }
-    }
 }
 
 #[typetag::serde(name = "gradient_norms")]

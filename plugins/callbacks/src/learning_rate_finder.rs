@@ -23,14 +23,19 @@ const ROWS: usize = 20;
 #[serde(deny_unknown_fields, default)]
 pub struct LearningRateFinderConfig {
     /// The rate of the first step.
+    #[default(1e-8)]
     pub min_lr: f64,
     /// The rate of the last step.
+    #[default(1.0)]
     pub max_lr: f64,
     /// The number of steps.
+    #[default(100)]
     pub num_training_steps: u64,
     /// Whether the rate rises exponentially or linearly.
+    #[default(SweepMode::Exponential)]
     pub mode: SweepMode,
     /// Ends the run when the smoothed loss exceeds its minimum by this factor; `0` for never.
+    #[default(4.0)]
     pub early_stop_threshold: f64,
 }
 
@@ -43,18 +48,6 @@ pub enum SweepMode {
     Exponential,
     /// By the same amount in each step.
     Linear,
-}
-
-impl Default for LearningRateFinderConfig {
-    fn default() -> Self {
-        Self {
-            min_lr: 1e-8,
-            max_lr: 1.0,
-            num_training_steps: 100,
-            mode: SweepMode::Exponential,
-            early_stop_threshold: 4.0,
-        }
-    }
 }
 
 #[typetag::serde(name = "learning_rate_finder")]

@@ -18,13 +18,8 @@ use serde::{Deserialize, Serialize};
 #[serde(deny_unknown_fields, default)]
 pub struct ModelSummaryConfig {
     /// Number of units listed individually; the rest share one row.
+    #[default(40)]
     pub max_units: usize,
-}
-
-impl Default for ModelSummaryConfig {
-    fn default() -> Self {
-        Self { max_units: 40 }
-    }
 }
 
 #[typetag::serde(name = "model_summary")]

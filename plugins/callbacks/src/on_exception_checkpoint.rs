@@ -16,13 +16,8 @@ use serde::{Deserialize, Serialize};
 #[serde(deny_unknown_fields, default)]
 pub struct OnExceptionCheckpointConfig {
     /// The checkpoint's name in the run's checkpoint directory.
+    #[default("on_exception".to_owned())]
     pub filename: String,
-}
-
-impl Default for OnExceptionCheckpointConfig {
-    fn default() -> Self {
-        Self { filename: "on_exception".to_owned() }
-    }
 }
 
 #[typetag::serde(name = "on_exception_checkpoint")]

@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 #[serde(deny_unknown_fields, default)]
 pub struct ThroughputMonitorConfig {
     /// Number of steps that the rates cover.
+    #[default(NonZeroUsize::new(100).expect("it is not zero"))]
     pub window_size: NonZeroUsize,
     /// Floating-point operations per token (or other item), forward and backward. By default six
     /// for each trainable parameter and four for each frozen one, as is usual for transformers;
@@ -25,13 +26,6 @@ pub struct ThroughputMonitorConfig {
     /// Peak floating-point operations per second of a rank's hardware, in teraflop/s; without it
     /// `device/mfu` is not logged.
     pub peak_tflops: Option<f64>,
-}
-
-impl Default for ThroughputMonitorConfig {
-    fn default() -> Self {
-        let window_size = NonZeroUsize::new(100).expect("it is not zero");
-        Self { window_size, flops_per_item: None, peak_tflops: None }
-    }
 }
 
 #[typetag::serde(name = "throughput_monitor")]

@@ -16,18 +16,13 @@ use crate::file::{LocalWriter, sync_directory};
 use crate::lock::{self, Attempt, FileLock};
 
 /// `checkpoint.io.type = "local"`: a directory, on a file system that all ranks share.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(default, deny_unknown_fields)]
 pub struct LocalConfig {
     /// Whether files and directories are synced to the disk, so that a checkpoint survives a crash
     /// of the machine and not only of the program.
+    #[default(true)]
     pub sync: bool,
-}
-
-impl Default for LocalConfig {
-    fn default() -> Self {
-        Self { sync: true }
-    }
 }
 
 #[typetag::serde(name = "local")]

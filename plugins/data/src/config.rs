@@ -30,12 +30,14 @@ pub struct TextDataConfig {
     /// The content of `path`: `"text"` (each file is a document), `"lines"` or `"jsonl"` (each line
     /// is one), `"tokens"` or, in programs with the feature `parquet`, `"parquet"`.
     #[serde(rename = "type")]
+    #[default(DataKind::Text)]
     pub kind: DataKind,
     /// Files and folders. Folders are walked with their sub-folders, in order of their paths. Links
     /// are followed. Hidden files are left out. A folder of text also leaves out files that a
     /// `.gitignore` in it excludes, and files that are not UTF-8 text. For the other types the
     /// extension decides: `.txt` (lines), `.jsonl` and `.ndjson`, `.parquet`, or `.u16`, `.u32`,
     /// `.bin` and `.npy` (tokens).
+    #[default(Paths::One(".".into()))]
     pub path: Paths,
     /// Sources that training mixes by weight, in place of `path`:
     /// `[{ path = "books", weight = 0.7 }, { path = "code", weight = 0.3 }]`. A source too short
@@ -49,6 +51,7 @@ pub struct TextDataConfig {
     /// The treatment of unusable files, lines and rows (not UTF-8, not JSON, or without text under
     /// `text_key`): `"error"` ends the run, `"skip"` leaves them out. The start of a run reports
     /// how many were left out. Files in a folder of text are always skipped.
+    #[default(OnError::Error)]
     pub on_error: OnError,
     /// `"bytes"`, or a Hugging Face `tokenizer.json`, a folder with one, or a repository in the
     /// local Hub cache. By default no tokenizer for type `"tokens"`, and `"bytes"` for every other
@@ -64,6 +67,7 @@ pub struct TextDataConfig {
     /// Whether each document begins with the start token: `true`, `false`, or `"auto"`, as
     /// transformers does it with this tokenizer (its post-processor decides; without one,
     /// `add_bos_token` of `tokenizer_config.json`).
+    #[default(AddBosToken::Never)]
     pub add_bos_token: AddBosToken,
     /// The start token of documents, by its name in `tokenizer`; found like `eos_token` by default.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -73,8 +77,10 @@ pub struct TextDataConfig {
     /// `fulgurite/tokens` in `$XDG_CACHE_HOME` or `~/.cache`, for 4 MiB of text or more with a
     /// Hugging Face tokenizer.
     #[serde(skip_serializing_if = "CacheDir::is_default")]
+    #[default(CacheDir::Default)]
     pub cache_dir: CacheDir,
     /// Tokens in a sample.
+    #[default(256)]
     pub seq_len: usize,
     /// Tokens between the starts of two samples; by default `seq_len`.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -84,8 +90,10 @@ pub struct TextDataConfig {
     /// token that `eos_token` describes. Not with `context_parallel_size` above 1.
     pub separate_documents: bool,
     /// Samples in a micro-batch of one data-parallel rank.
+    #[default(8)]
     pub batch_size: usize,
     /// Whether training samples are shuffled, differently in each epoch.
+    #[default(true)]
     pub shuffle: bool,
     /// The fraction of the samples for validation, taken from the end; at least 0 and less than 1.
     /// By default 0 with type `"tokens"`, `validation_path` or `validation_sets`, and 0.05
@@ -108,33 +116,6 @@ pub struct TextDataConfig {
     /// Ids must be less than this; by default the tokenizer's number of ids.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub vocab_size: Option<usize>,
-}
-
-impl Default for TextDataConfig {
-    fn default() -> Self {
-        Self {
-            kind: DataKind::Text,
-            path: Paths::One(".".into()),
-            mixture: Vec::new(),
-            text_key: None,
-            on_error: OnError::Error,
-            tokenizer: None,
-            eos_token: None,
-            add_bos_token: AddBosToken::Never,
-            bos_token: None,
-            cache_dir: CacheDir::Default,
-            seq_len: 256,
-            stride: None,
-            separate_documents: false,
-            batch_size: 8,
-            shuffle: true,
-            validation_fraction: None,
-            validation_path: None,
-            validation_sets: BTreeMap::new(),
-            token_dtype: None,
-            vocab_size: None,
-        }
-    }
 }
 
 /// A source of a mixture: an element of `data.mixture`.

@@ -42,6 +42,7 @@ const MAX_SIDE: usize = 1 << 14;
 pub struct ImageFolderConfig {
     /// A folder with a folder of pictures for each class, which may have folders of its own. Links
     /// are followed. Hidden files and folders are left out.
+    #[default(PathBuf::from("."))]
     pub path: PathBuf,
     /// A folder of the same kind for validation; then all of `path` is for training. Its classes
     /// must be among the classes of `path`.
@@ -59,16 +60,21 @@ pub struct ImageFolderConfig {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation_fraction: Option<f64>,
     /// Rows of pixels that pictures are resized to.
+    #[default(32)]
     pub height: usize,
     /// Columns of pixels that pictures are resized to.
+    #[default(32)]
     pub width: usize,
     /// Pictures in a micro-batch of one data-parallel rank.
+    #[default(8)]
     pub batch_size: usize,
     /// Whether training pictures are shuffled, differently in each epoch.
+    #[default(true)]
     pub shuffle: bool,
     /// The treatment of pictures that cannot be decoded, for example truncated ones: `"error"` ends
     /// the run; `"skip"` takes the next picture of the split instead and warns, except in a
     /// prediction.
+    #[default(OnError::Error)]
     pub on_error: OnError,
     /// Whether a class may be empty. By default an empty class is an error.
     pub allow_empty: bool,
@@ -77,26 +83,6 @@ pub struct ImageFolderConfig {
     /// Maximum random shift of training pictures in pixels, in both directions, different in each
     /// epoch. Uncovered pixels are black.
     pub shift: usize,
-}
-
-impl Default for ImageFolderConfig {
-    fn default() -> Self {
-        Self {
-            path: PathBuf::from("."),
-            validation_path: None,
-            test_path: None,
-            predict_path: None,
-            validation_fraction: None,
-            height: 32,
-            width: 32,
-            batch_size: 8,
-            shuffle: true,
-            on_error: OnError::Error,
-            allow_empty: false,
-            flip: false,
-            shift: 0,
-        }
-    }
 }
 
 impl ImageFolderConfig {

@@ -39,15 +39,11 @@ use crate::process::{Names, Process};
 #[serde(deny_unknown_fields, default)]
 pub struct Slurm {
     /// Whether the job is requeued after `requeue_signal`.
+    #[default(true)]
     pub auto_requeue: bool,
     /// The signal that comes before Slurm takes the nodes: `"SIGUSR1"` or `"SIGTERM"`.
+    #[default(RequeueSignal::Sigusr1)]
     pub requeue_signal: RequeueSignal,
-}
-
-impl Default for Slurm {
-    fn default() -> Self {
-        Self { auto_requeue: true, requeue_signal: RequeueSignal::Sigusr1 }
-    }
 }
 
 /// A signal after which a job may be requeued.

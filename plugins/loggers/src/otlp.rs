@@ -22,7 +22,7 @@ use crate::remote::{
 ///
 /// Headers such as a token come from the variable `OTEL_EXPORTER_OTLP_METRICS_HEADERS` or
 /// `OTEL_EXPORTER_OTLP_HEADERS`, as `name=value,name=value`.
-#[derive(Debug, Clone, Serialize, Deserialize, fulgurite_config_derive::Documented)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct OtlpConfig {
     /// The collector; metrics are sent to `/v1/metrics` there. By default the variable
@@ -36,13 +36,6 @@ pub struct OtlpConfig {
     pub attributes: BTreeMap<String, String>,
     /// The reaction to a collector that cannot be reached, also at the start of the run.
     pub on_error: OnError,
-}
-
-impl Default for OtlpConfig {
-    fn default() -> Self {
-        let on_error = OnError::default();
-        Self { endpoint: None, service_name: None, attributes: BTreeMap::new(), on_error }
-    }
 }
 
 #[typetag::serde(name = "otlp")]

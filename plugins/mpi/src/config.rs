@@ -18,17 +18,13 @@ use serde::{Deserialize, Serialize};
 pub struct Mpi {
     /// Bytes that a rank receives in one round of a reduction, 64 KiB to 1 GiB, which each group
     /// holds. The same on all ranks.
+    #[default(4 << 20)]
     pub chunk_bytes: usize,
     /// Bytes of the longest message for MPI, 1 to 2147483647. Longer messages are sent in pieces of
     /// this size, one after the other. A wait lasts up to the timeout after each piece. The same on
     /// all ranks.
+    #[default(64 << 20)]
     pub piece_bytes: usize,
-}
-
-impl Default for Mpi {
-    fn default() -> Self {
-        Self { chunk_bytes: 4 << 20, piece_bytes: 64 << 20 }
-    }
 }
 
 register_process_group!(

@@ -24,13 +24,8 @@ pub struct Nccl {
     pub library: Option<PathBuf>,
     /// The process group for tensors of the host: a name such as `"tcp"`, or a table with its
     /// options.
+    #[default(PluginValue::new("auto"))]
     pub host: PluginValue,
-}
-
-impl Default for Nccl {
-    fn default() -> Self {
-        Self { library: None, host: PluginValue::new("auto") }
-    }
 }
 
 register_process_group!(

@@ -28,15 +28,11 @@ pub struct ObjectStoreConfig {
     pub options: BTreeMap<String, String>,
     /// Larger files are uploaded and read in parts of this many MiB. Stores require at least 5 and
     /// allow 10,000 parts in a file.
+    #[default(16)]
     pub part_mib: usize,
     /// How many parts of a file are transferred at the same time; each takes memory.
+    #[default(4)]
     pub concurrency: usize,
-}
-
-impl Default for ObjectStoreConfig {
-    fn default() -> Self {
-        Self { url: String::new(), options: BTreeMap::new(), part_mib: 16, concurrency: 4 }
-    }
 }
 
 /// Prefixes of the environment variables that configure stores.

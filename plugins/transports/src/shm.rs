@@ -31,13 +31,8 @@ pub struct Shm {
     /// Bytes that a rank transfers in one phase of a collective, 4 KiB to 1 GiB. The same on all
     /// ranks. A group takes up to three times as much memory for each rank. The default of 1 MiB
     /// keeps the chunks in the caches. Larger chunks are not faster.
+    #[default(1 << 20)]
     pub chunk_bytes: usize,
-}
-
-impl Default for Shm {
-    fn default() -> Self {
-        Self { chunk_bytes: 1 << 20 }
-    }
 }
 
 register_process_group!(

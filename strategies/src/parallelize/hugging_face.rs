@@ -28,15 +28,10 @@ pub struct HuggingFacePlan {
     pub plan: Option<StyleNames>,
     /// The path of the base model, prepended to the patterns; `lm_head` is next to it. `""` if the
     /// base model is the root, or if the patterns are whole paths.
+    #[default("model".to_owned())]
     pub prefix: String,
     /// Patterns of units that are gathered on their own; empty lets the strategy choose.
     pub units: Vec<String>,
-}
-
-impl Default for HuggingFacePlan {
-    fn default() -> Self {
-        Self { plan: None, prefix: "model".to_owned(), units: Vec::new() }
-    }
 }
 
 /// `LlamaConfig.base_model_tp_plan`, and `LlamaForCausalLM._tp_plan`.

@@ -32,20 +32,10 @@ pub struct LlamaPlan {
     /// Whether the logits stay cut over the ranks, with the loss computed on the parts.
     pub loss_parallel: bool,
     /// The path of the decoder; `lm_head` is next to it. `""` if the decoder is the root.
+    #[default("model".to_owned())]
     pub prefix: String,
     /// Patterns of units that are gathered on their own; empty lets the strategy choose.
     pub units: Vec<String>,
-}
-
-impl Default for LlamaPlan {
-    fn default() -> Self {
-        Self {
-            sequence_parallel: false,
-            loss_parallel: false,
-            prefix: "model".to_owned(),
-            units: Vec::new(),
-        }
-    }
 }
 
 /// The norms of decoders. A decoder has some of them.

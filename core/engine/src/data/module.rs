@@ -68,18 +68,22 @@ impl Default for DataContext {
 /// ```
 /// use candle_core::{Device, Tensor};
 /// use fulgurite_core::Result;
+/// use fulgurite_core::config::Documented;
 /// use fulgurite_core::data::{DataContext, DataModule, Split};
 /// use serde::{Deserialize, Serialize};
 ///
 /// /// Squares of whole numbers.
 /// struct Squares(SquaresConfig);
 ///
-/// #[derive(Clone, Serialize, Deserialize)]
+/// #[derive(Clone, Serialize, Deserialize, Documented)]
 /// #[serde(deny_unknown_fields, default)]
-/// struct SquaresConfig { samples: u64, batch_size: usize }
-///
-/// impl Default for SquaresConfig {
-///     fn default() -> Self { Self { samples: 1000, batch_size: 8 } }
+/// struct SquaresConfig {
+///     /// Number of samples.
+///     #[default(1000)]
+///     samples: u64,
+///     /// Samples of one micro-batch of one rank.
+///     #[default(8)]
+///     batch_size: usize,
 /// }
 ///
 /// impl DataModule for Squares {

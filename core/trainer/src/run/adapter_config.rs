@@ -9,40 +9,40 @@ use fulgurite_checkpoint::AdapterSource;
 use fulgurite_config::ConfigType;
 use fulgurite_engine::module::{AdapterBias, Adapters};
 
-fulgurite_config::config_struct! {
-    /// Low-rank adapters (LoRA) that are trained while the model is frozen: the table
-    /// `[trainer.adapters]`. Layers are chosen by patterns: `q_proj` is every layer of that name,
-    /// `mlp` every layer in an `mlp`, `layers.3.self_attn.q_proj` that one layer.
-    #[derive(Debug, Clone, PartialEq)]
-    pub struct AdapterConfig {
-        /// The layers that get an adapter: patterns of linear layers and embeddings, such as
-        /// `["q_proj", "v_proj"]`, or `"all-linear"`: all linear layers but those of the head,
-        /// which is called `lm_head`, `score` or `classifier`, and of `modules_to_save`.
-        pub targets: AdapterTargets = AdapterTargets::default(),
-        /// The inner dimension of each adapter (PEFT's `r`); by default 8.
-        pub rank: Option<usize> = None,
-        /// The factor of the adapters' output, times the rank (PEFT's `lora_alpha`); by default the
-        /// rank, for a factor of 1.
-        pub alpha: Option<f64> = None,
-        /// The probability of zeroing an element of the adapters' input in training; by default 0.
-        pub dropout: Option<f64> = None,
-        /// Whether `alpha` is divided by the root of the rank, instead of the rank (PEFT's
-        /// `use_rslora`).
-        pub rslora: bool = false,
-        /// Whether the norms of the weights' rows are trained separately from their directions
-        /// (DoRA, PEFT's `use_dora`). Only for linear layers.
-        pub dora: bool = false,
-        /// Layers without an adapter, even if `targets` matches them.
-        pub exclude: Vec<String> = Vec::new(),
-        /// Modules that are trained whole beside the adapters, such as `["lm_head"]`.
-        pub modules_to_save: Vec<String> = Vec::new(),
-        /// The biases that are trained beside the adapters: `"none"`, `"all"`, or `"lora_only"`,
-        /// the biases of layers with an adapter.
-        pub bias: BiasMode = BiasMode::None,
-        /// The directory of an adapter in PEFT's format to start from. Its `adapter_config.json`
-        /// determines the adapter, so all other keys must be left out.
-        pub from: Option<PathBuf> = None,
-    }
+/// Low-rank adapters (LoRA) that are trained while the model is frozen: the table
+/// `[trainer.adapters]`. Layers are chosen by patterns: `q_proj` is every layer of that name,
+/// `mlp` every layer in an `mlp`, `layers.3.self_attn.q_proj` that one layer.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config::Documented)]
+#[serde(deny_unknown_fields, default)]
+pub struct AdapterConfig {
+    /// The layers that get an adapter: patterns of linear layers and embeddings, such as
+    /// `["q_proj", "v_proj"]`, or `"all-linear"`: all linear layers but those of the head,
+    /// which is called `lm_head`, `score` or `classifier`, and of `modules_to_save`.
+    pub targets: AdapterTargets,
+    /// The inner dimension of each adapter (PEFT's `r`); by default 8.
+    pub rank: Option<usize>,
+    /// The factor of the adapters' output, times the rank (PEFT's `lora_alpha`); by default the
+    /// rank, for a factor of 1.
+    pub alpha: Option<f64>,
+    /// The probability of zeroing an element of the adapters' input in training; by default 0.
+    pub dropout: Option<f64>,
+    /// Whether `alpha` is divided by the root of the rank, instead of the rank (PEFT's
+    /// `use_rslora`).
+    pub rslora: bool,
+    /// Whether the norms of the weights' rows are trained separately from their directions
+    /// (DoRA, PEFT's `use_dora`). Only for linear layers.
+    pub dora: bool,
+    /// Layers without an adapter, even if `targets` matches them.
+    pub exclude: Vec<String>,
+    /// Modules that are trained whole beside the adapters, such as `["lm_head"]`.
+    pub modules_to_save: Vec<String>,
+    /// The biases that are trained beside the adapters: `"none"`, `"all"`, or `"lora_only"`,
+    /// the biases of layers with an adapter.
+    #[default(BiasMode::None)]
+    pub bias: BiasMode,
+    /// The directory of an adapter in PEFT's format to start from. Its `adapter_config.json`
+    /// determines the adapter, so all other keys must be left out.
+    pub from: Option<PathBuf>,
 }
 
 /// The layers that get an adapter: `trainer.adapters.targets`.

@@ -13,50 +13,52 @@ use fulgurite_config::registry::kind;
 use fulgurite_config::{ConfigType, PluginValue};
 use fulgurite_engine::module::check_pattern;
 
-fulgurite_config::config_struct! {
-    /// When and where checkpoints are saved, and how many are kept: the table `[checkpoint]`.
-    #[derive(Debug, Clone, PartialEq)]
-    pub struct CheckpointConfig {
-        /// The interval of checkpoints, in optimizer steps. Without this key checkpoints are saved
-        /// at the end, and after each validation if `save_top_k` and `monitor` are set.
-        pub every_n_steps: Option<u64> = None,
-        /// The directory of checkpoints; by default `checkpoints` in the run's directory.
-        pub dir: Option<PathBuf> = None,
-        /// Whether a checkpoint is saved when training ends, also by Ctrl-C. After SIGTERM or
-        /// SIGUSR1 a checkpoint is always saved.
-        pub save_last: bool = true,
-        /// Whether checkpoints are saved in the background, during training; distributed
-        /// checkpoints only. This takes additional memory: the size of this rank's shards of the
-        /// model and the optimizer's state.
-        pub async_save: bool = false,
-        /// Number of the newest checkpoints that are kept. Without this key and `save_top_k`, all
-        /// are kept.
-        pub keep_last: Option<u64> = None,
-        /// Number of checkpoints that are kept as the best by `monitor`: `-1` is all, `0` none. The
-        /// newest checkpoint and the one that the run resumed from are always kept.
-        pub save_top_k: Option<i64> = None,
-        /// How many saves in a row may fail, for example on a full disk, before the run ends. The
-        /// run goes on with the checkpoints that it has. A run whose last save has failed ends with
-        /// that error.
-        pub max_failed_saves: u64 = 0,
-        /// The metric that ranks checkpoints, such as `"val_loss"`.
-        pub monitor: Option<String> = None,
-        /// Whether a smaller or a larger value of `monitor` is better.
-        pub mode: MonitorMode = MonitorMode::Min,
-        /// Whether to load only the weights of `trainer.ckpt_path`, and start training at step 0.
-        /// Any format of weights is accepted then, such as a Hugging Face directory.
-        pub weights_only: bool = false,
-        /// Selects and renames the weights that a run starts from: see `[checkpoint.load]` below.
-        pub load: LoadConfig = LoadConfig::default(),
-        /// Whether a run may resume from a checkpoint that was trained on other data. Its position
-        /// then counts in the new data.
-        pub allow_other_data: bool = false,
-        /// Whether a new run may save to a `dir` that has checkpoints of another run. Checkpoints
-        /// of the same step are replaced; the others stay.
-        pub overwrite: bool = false,
-        /// The plugin that writes and reads checkpoints.
-        pub io: PluginValue = PluginValue::new("local"),
-    }
+/// When and where checkpoints are saved, and how many are kept: the table `[checkpoint]`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config::Documented)]
+#[serde(deny_unknown_fields, default)]
+pub struct CheckpointConfig {
+    /// The interval of checkpoints, in optimizer steps. Without this key checkpoints are saved
+    /// at the end, and after each validation if `save_top_k` and `monitor` are set.
+    pub every_n_steps: Option<u64>,
+    /// The directory of checkpoints; by default `checkpoints` in the run's directory.
+    pub dir: Option<PathBuf>,
+    /// Whether a checkpoint is saved when training ends, also by Ctrl-C. After SIGTERM or
+    /// SIGUSR1 a checkpoint is always saved.
+    #[default(true)]
+    pub save_last: bool,
+    /// Whether checkpoints are saved in the background, during training; distributed
+    /// checkpoints only. This takes additional memory: the size of this rank's shards of the
+    /// model and the optimizer's state.
+    pub async_save: bool,
+    /// Number of the newest checkpoints that are kept. Without this key and `save_top_k`, all
+    /// are kept.
+    pub keep_last: Option<u64>,
+    /// Number of checkpoints that are kept as the best by `monitor`: `-1` is all, `0` none. The
+    /// newest checkpoint and the one that the run resumed from are always kept.
+    pub save_top_k: Option<i64>,
+    /// How many saves in a row may fail, for example on a full disk, before the run ends. The
+    /// run goes on with the checkpoints that it has. A run whose last save has failed ends with
+    /// that error.
+    pub max_failed_saves: u64,
+    /// The metric that ranks checkpoints, such as `"val_loss"`.
+    pub monitor: Option<String>,
+    /// Whether a smaller or a larger value of `monitor` is better.
+    #[default(MonitorMode::Min)]
+    pub mode: MonitorMode,
+    /// Whether to load only the weights of `trainer.ckpt_path`, and start training at step 0.
+    /// Any format of weights is accepted then, such as a Hugging Face directory.
+    pub weights_only: bool,
+    /// Selects and renames the weights that a run starts from: see `[checkpoint.load]` below.
+    pub load: LoadConfig,
+    /// Whether a run may resume from a checkpoint that was trained on other data. Its position
+    /// then counts in the new data.
+    pub allow_other_data: bool,
+    /// Whether a new run may save to a `dir` that has checkpoints of another run. Checkpoints
+    /// of the same step are replaced; the others stay.
+    pub overwrite: bool,
+    /// The plugin that writes and reads checkpoints.
+    #[default(PluginValue::new("local"))]
+    pub io: PluginValue,
 }
 
 /// Whether smaller or larger values of a metric are better: `checkpoint.mode`.
@@ -82,30 +84,30 @@ impl ConfigType for LoadConfig {
     }
 }
 
-fulgurite_config::config_struct! {
-    /// Selects the weights that a run starts from: the table `[checkpoint.load]`. It applies to
-    /// `trainer.ckpt_path` with `checkpoint.weights_only`, to the module's pretrained weights, and
-    /// to evaluated weights without a training state. A resumed run loads its whole checkpoint.
-    #[derive(Debug, Clone, PartialEq)]
-    pub struct LoadConfig {
-        /// Whether weights that do not fit the model are an error. Otherwise fitting weights are
-        /// loaded, the other parameters keep their initial values, and a warning lists them.
-        pub strict: bool = true,
-        /// Patterns of the parameters that are loaded, by their names in the model; empty for all.
-        pub include: Vec<String> = Vec::new(),
-        /// Patterns of the parameters that are not loaded and keep their initial values, and of
-        /// tensors that may be missing.
-        pub exclude: Vec<String> = Vec::new(),
-        /// Whether only rank 0 reads the weights, and sends them to the other ranks by tensor: for
-        /// weights on a disk that other hosts lack. If all ranks can read the weights, loading is
-        /// faster without this key.
-        pub broadcast_from_rank0: bool = false,
-        /// New names of tensors: a list of `{ from = "pattern", to = "name" }`. The first matching
-        /// rule counts. `to` replaces the segments that `from` matches, a `*` in `to` stands for
-        /// the text matched by the `*` in `from`, and an empty `to` removes the segments. A list
-        /// as `to` gives a tensor several names, so that it fills several parameters.
-        pub rename: Vec<RenameRule> = Vec::new(),
-    }
+/// Selects the weights that a run starts from: the table `[checkpoint.load]`. It applies to
+/// `trainer.ckpt_path` with `checkpoint.weights_only`, to the module's pretrained weights, and
+/// to evaluated weights without a training state. A resumed run loads its whole checkpoint.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config::Documented)]
+#[serde(deny_unknown_fields, default)]
+pub struct LoadConfig {
+    /// Whether weights that do not fit the model are an error. Otherwise fitting weights are
+    /// loaded, the other parameters keep their initial values, and a warning lists them.
+    #[default(true)]
+    pub strict: bool,
+    /// Patterns of the parameters that are loaded, by their names in the model; empty for all.
+    pub include: Vec<String>,
+    /// Patterns of the parameters that are not loaded and keep their initial values, and of
+    /// tensors that may be missing.
+    pub exclude: Vec<String>,
+    /// Whether only rank 0 reads the weights, and sends them to the other ranks by tensor: for
+    /// weights on a disk that other hosts lack. If all ranks can read the weights, loading is
+    /// faster without this key.
+    pub broadcast_from_rank0: bool,
+    /// New names of tensors: a list of `{ from = "pattern", to = "name" }`. The first matching
+    /// rule counts. `to` replaces the segments that `from` matches, a `*` in `to` stands for
+    /// the text matched by the `*` in `from`, and an empty `to` removes the segments. A list
+    /// as `to` gives a tensor several names, so that it fills several parameters.
+    pub rename: Vec<RenameRule>,
 }
 
 /// A rule of `checkpoint.load.rename`.

@@ -7,23 +7,24 @@ use fulgurite_config::ConfigType;
 use fulgurite_engine::module::Quantization;
 use fulgurite_engine::quantization::WeightFormat;
 
-fulgurite_config::config_struct! {
-    /// Frozen weights of linear layers in fewer bits, beside which adapters are trained (QLoRA):
-    /// the table `[trainer.quantization]`. Trained weights, embeddings and shared weights are never
-    /// quantised. Layers are chosen by patterns.
-    #[derive(Debug, Clone, PartialEq)]
-    pub struct QuantizationConfig {
-        /// `"nf4"`: four bits, with double quantisation, as in QLoRA and bitsandbytes. `"int8"`:
-        /// eight bits, relative to the largest value of the row.
-        pub format: FormatName = FormatName::Nf4,
-        /// Number of elements that share a scale in `"nf4"`; by default 64. Must be even and divide
-        /// the inputs of every layer.
-        pub block_size: Option<usize> = None,
-        /// The layers that are quantised, such as `["*_proj"]`; by default every linear layer.
-        pub targets: Vec<String> = Vec::new(),
-        /// Layers that are not quantised, even if `targets` matches them.
-        pub exclude: Vec<String> = vec!["lm_head".to_owned()],
-    }
+/// Frozen weights of linear layers in fewer bits, beside which adapters are trained (QLoRA):
+/// the table `[trainer.quantization]`. Trained weights, embeddings and shared weights are never
+/// quantised. Layers are chosen by patterns.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config::Documented)]
+#[serde(deny_unknown_fields, default)]
+pub struct QuantizationConfig {
+    /// `"nf4"`: four bits, with double quantisation, as in QLoRA and bitsandbytes. `"int8"`:
+    /// eight bits, relative to the largest value of the row.
+    #[default(FormatName::Nf4)]
+    pub format: FormatName,
+    /// Number of elements that share a scale in `"nf4"`; by default 64. Must be even and divide
+    /// the inputs of every layer.
+    pub block_size: Option<usize>,
+    /// The layers that are quantised, such as `["*_proj"]`; by default every linear layer.
+    pub targets: Vec<String>,
+    /// Layers that are not quantised, even if `targets` matches them.
+    #[default(vec!["lm_head".to_owned()])]
+    pub exclude: Vec<String>,
 }
 
 /// The format of quantised weights: `trainer.quantization.format`.

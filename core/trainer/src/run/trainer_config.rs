@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use super::{
     AdapterConfig, CkptPath, ClipAlgorithm, CountOrFraction, Devices, ElasticConfig, FastDevRun,
     LateReads, MemoryCheck, MicroBatchSize, Precision, QuantizationConfig, TimeLimit,
@@ -17,200 +19,229 @@ use fulgurite_config::registry::kind;
 use fulgurite_engine::data::{LastBatch, Workers};
 use fulgurite_engine::module::ActivationCheckpointing;
 
-fulgurite_config::config_struct! {
-    /// How a model is trained: the table `[trainer]`.
-    #[derive(Debug, Clone, PartialEq)]
-    pub struct TrainerConfig {
-        /// The device of each rank. `"auto"` is CUDA if the program is built with it and finds a
-        /// GPU, else the CPU.
-        pub accelerator: PluginValue = PluginValue::new("auto"),
-        /// Number of ranks on each node. `"auto"` is as many as a launcher has started, else one
-        /// per core, or one per GPU.
-        pub devices: Devices = Devices::Count(1),
-        /// Number of nodes. More than one needs a launcher that starts the ranks, such as
-        /// `torchrun` or `srun`.
-        pub num_nodes: usize = 1,
-        /// Stop after this many optimizer steps.
-        pub max_steps: Option<u64> = None,
-        /// Stop after this many passes over the training data. If nothing else limits the run,
-        /// it makes one pass.
-        pub max_epochs: Option<u64> = None,
-        /// Do not stop before this many optimizer steps, even if a callback asks to stop or the
-        /// time is up.
-        pub min_steps: Option<u64> = None,
-        /// Do not stop before this many passes over the training data, as `min_steps`.
-        pub min_epochs: Option<u64> = None,
-        /// Stop after this time, counted from the first step of this process.
-        pub max_time: Option<TimeLimit> = None,
-        /// Number of threads per rank that make batches during the step; with 0 the training thread
-        /// makes them. By default 0 on the CPU, and 1 on other devices, so that batches are made
-        /// and copied ahead. The batches and their order do not depend on this number.
-        pub num_workers: Option<usize> = None,
-        /// Number of batches that each of the `num_workers` threads may be ahead.
-        pub prefetch_factor: usize = 2,
-        /// How an epoch ends whose last samples do not fill a step: with `"wrap"` the step
-        /// continues into the next epoch, with `"partial"` the last step has fewer samples, with
-        /// `"drop"` the samples are left out.
-        pub last_batch: LastBatch = LastBatch::Wrap,
-        /// Number of micro-batches in an optimizer step.
-        pub accumulate_grad_batches: u64 = 1,
-        /// Number of samples in an optimizer step, over all ranks, in place of
-        /// `accumulate_grad_batches`. The number of micro-batches follows from the batch size and
-        /// the number of data-parallel ranks, whose product must divide it. So a job that resumes
-        /// on more or fewer ranks trains as before.
-        pub global_batch_size: Option<u64> = None,
-        /// Number of samples of a rank's batch that are computed at a time in training; must divide
-        /// the batch. The step does not depend on it. `"auto"`, on devices with their own memory,
-        /// starts with the whole batch; when a rank runs out of memory in a step, all ranks restart
-        /// the step with half as many samples (Composer's `device_train_microbatch_size`). Without
-        /// this key the whole batch.
-        pub micro_batch_size: Option<MicroBatchSize> = None,
-        /// The limit of gradient clipping; without it gradients are not clipped.
-        pub gradient_clip_val: Option<f64> = None,
-        /// Whether the norm of all gradients together is clipped, or the value of each element.
-        pub gradient_clip_algorithm: ClipAlgorithm = ClipAlgorithm::Norm,
-        /// The decay of an exponential moving average of the weights, such as `0.999`. The average
-        /// is updated after each step, used instead of the weights in validations, and saved with
-        /// the optimizer's state (`state.{parameter}.ema`). Without this key no average is kept.
-        pub ema_decay: Option<f64> = None,
-        /// The interval of validations: an integer is optimizer steps, a float is a fraction of an
-        /// epoch (`1.0` is the end of each).
-        pub val_check_interval: CountOrFraction = CountOrFraction::Fraction(1.0),
-        /// Only epochs with a multiple of this number, counted from 1, have validations.
-        pub check_val_every_n_epoch: u64 = 1,
-        /// Number of validation batches per rank before a new run trains, so that mistakes in the
-        /// validation show at once; `0` for none. Values logged there are dropped.
-        pub num_sanity_val_steps: u64 = 2,
-        /// The part of the training data in an epoch: an integer is batches of each rank, a float
-        /// is a fraction. If samples are shuffled, each epoch has others.
-        pub limit_train_batches: CountOrFraction = CountOrFraction::Fraction(1.0),
-        /// The part of the validation data that is used: an integer is batches of each rank, a
-        /// float is a fraction; `0` turns validation off.
-        pub limit_val_batches: CountOrFraction = CountOrFraction::Fraction(1.0),
-        /// The part of the test data that is used, as `limit_val_batches`.
-        pub limit_test_batches: CountOrFraction = CountOrFraction::Fraction(1.0),
-        /// The part of the data for prediction that is used, as `limit_val_batches`.
-        pub limit_predict_batches: CountOrFraction = CountOrFraction::Fraction(1.0),
-        /// Trains on this part of the training data again and again, in order, to see whether the
-        /// model can learn it. An integer is batches of each rank, a float is a fraction; `0` for
-        /// normal training. As much of the validation data is used.
-        pub overfit_batches: CountOrFraction = CountOrFraction::Count(0),
-        /// A trial of everything: trains on this many batches of each rank and validates on as
-        /// many, without loggers and checkpoints. `true` is one batch.
-        pub fast_dev_run: FastDevRun = FastDevRun::Off,
-        /// Checks the results of every layer and unit in forward and backward, and ends with an
-        /// error that names the first NaN or infinite one. Slow.
-        pub detect_anomaly: bool = false,
-        /// How buffers (running statistics) of data-parallel ranks are made equal after each step:
-        /// all get the first one's (`"broadcast"`) or the mean (`"mean"`), or keep their own
-        /// (`"none"`; checkpoints have rank 0's).
-        pub sync_buffers: SyncBuffers = SyncBuffers::Broadcast,
-        /// Whether batch norms (`nn::BatchNorm`) compute over the batches of all data-parallel
-        /// ranks, unless a batch norm says otherwise.
-        pub sync_batchnorm: bool = false,
-        /// The interval of logged steps, in optimizer steps.
-        pub log_every_n_steps: u64 = 10,
-        /// Whether the loss and gradient norm of unlogged steps stay on the device, where the
-        /// update uses them. The host then reads them one step later, without waiting. `"auto"`: on
-        /// devices other than the CPU, `true`: on every device, `false`: on none. A non-finite loss
-        /// or norm is then an error one step later, but still changes nothing. Steps in f16, of
-        /// several optimizers, with `detect_anomaly` or `cpu_offload`, or with manual optimization
-        /// are always read at once.
-        pub late_reads: LateReads = LateReads::Auto,
-        /// The dtypes of parameters and computation. `16`, `32`, `64` and `"bf16"` are short for
-        /// `"16-mixed"`, `"32-true"`, `"64-true"` and `"bf16-mixed"`. In f16 the loss scale follows
-        /// the gradients, as PyTorch's `GradScaler`: it is logged as `loss_scale`, and a step whose
-        /// gradients overflow is skipped.
-        pub precision: Precision = Precision::F32True,
-        /// Patterns of layers that compute in f32 while others compute in half precision, such as
-        /// `["*norm*", "lm_head"]`. The layers cast their inputs and outputs.
-        pub keep_in_fp32: Vec<String> = Vec::new(),
-        /// The directory of runs. Each run writes to its own `version_N`.
-        pub default_root_dir: PathBuf = PathBuf::from("fulgurite_logs"),
-        /// The checkpoint to resume from: a path, or a name in `checkpoint.dir`. `"last"` is the
-        /// checkpoint that was saved last to `checkpoint.dir` or, without that key, by the runs in
-        /// `default_root_dir`; without any checkpoint yet, training starts at step 0. Without this
-        /// key, a job that its launcher has restarted resumes from its own last checkpoint.
-        pub ckpt_path: Option<CkptPath> = None,
-        /// Whether rank 0 shows the model and its progress on stderr, both from the command line
-        /// and from code: bars on a terminal, lines elsewhere.
-        pub enable_progress_bar: bool = true,
-        /// Whether rank 0 plans the run before its first step, as `fulgurite plan` does, so that
-        /// the summary compares the plan with what was taken.
-        pub enable_plan: bool = true,
-        /// The hardware of that plan's step time: a name or file, as for
-        /// `fulgurite plan --hardware`; by default `cpu`.
-        pub plan_hardware: Option<String> = None,
-        /// The reaction to a trainable parameter without a gradient in the first step. In later
-        /// steps the optimizer leaves such a parameter alone, unless this is `"zero"`.
-        pub unused_parameters: UnusedParameters = UnusedParameters::Error,
-        /// Patterns of parameters that are not trained:
-        /// `["bert.encoder"]`, `["model.embed_tokens"]`, `["*norm*"]`.
-        pub freeze: Vec<String> = Vec::new(),
-        /// Patterns of modules whose layers compute as in an evaluation, in training too: without
-        /// dropout, and batch norms with their running statistics, which stay as they are. Usually
-        /// the modules of `freeze`.
-        pub eval_mode: Vec<String> = Vec::new(),
-        /// Small trainable parameters beside frozen layers: see `[trainer.adapters]` below. Without
-        /// this key the whole model is trained.
-        pub adapters: Option<AdapterConfig> = None,
-        /// Frozen weights in fewer bits, beside which adapters are trained (QLoRA): see
-        /// `[trainer.quantization]` below. Without this key no weight is quantised.
-        pub quantization: Option<QuantizationConfig> = None,
-        /// The units whose activations are recomputed in backward instead of saved: `"none"`,
-        /// `"full"` (every unit), `"selective"` (every second unit), or a table.
-        /// `{ type = "selective", every = 3, units = ["model.layers.*"] }` is every third unit
-        /// whose path matches a pattern (`*` is one segment). `offload = "host"` or `"disk"` moves
-        /// the tensors that units keep until backward to host memory or to temporary files: their
-        /// inputs with type `"full"`, all of their activations with type `"none"`.
-        pub activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing::default(),
-        /// Number of seconds that a rank waits for others before it fails.
-        pub timeout_secs: u64 = 600,
-        /// The interval, in optimizer steps, in which replicas compare the bits of what they hold:
-        /// parameters, buffers and optimizer state. Replicas compute the same, so a difference is a
-        /// fault of a memory or a processor, or of the program. It ends the run with an error that
-        /// names the rank. With `trainer.elastic` the rank is replaced, if most ranks agree; the
-        /// steps since the last comparison stay. Without this key nothing is compared.
-        pub check_replicas_every_n_steps: Option<u64> = None,
-        /// Names ranks that compute this factor longer than half of the ranks, in two logged steps
-        /// in a row: `1.5` is one and a half times as long. Time in collectives does not count. On
-        /// the CPU only. Without this key ranks are not compared.
-        pub slow_rank_factor: Option<f64> = None,
-        /// Number of the last collectives that each of several ranks keeps in a record. If ranks
-        /// wait in vain or make different calls, the records are in the folder `flight` of the
-        /// run's directory afterwards, and `fulgurite flight` names the rank that fell behind. `0`
-        /// for none.
-        pub flight_recorder: usize = 20_000,
-        /// Whether the training goes on after the loss of a rank: see `[trainer.elastic]` below.
-        pub elastic: ElasticConfig = ElasticConfig::default(),
-        /// The reaction to a model that is too large for the machine, before any process is
-        /// started. `"error"` counts parameters, gradients, optimizer state and memory that ranks
-        /// share. It refuses a run that needs more than one and a half times the host's memory, or
-        /// more than a process may have (`ulimit -v`), and warns if the run needs more than is
-        /// available. `"warn"` only warns; `"off"` does neither.
-        pub memory_check: MemoryCheck = MemoryCheck::Error,
-        /// The distribution of the model over the ranks. `"auto"` is a single device for one rank
-        /// and data parallelism for more.
-        pub strategy: PluginValue = PluginValue::new("auto"),
-        /// The process group, which transfers data between ranks. `"auto"`: shared memory between
-        /// the ranks of a host, and a network between hosts.
-        pub process_group: PluginValue = PluginValue::new("auto"),
-        /// The cluster environment, which tells each process its rank; by default detected.
-        pub environment: Option<PluginValue> = None,
-        /// A file with the secret that the ranks of a job share, readable only by its owner, the
-        /// same on all nodes. For ranks that a launcher such as `torchrun` starts; the variable
-        /// `FULGURITE_JOB_KEY` has precedence. Without either, strangers can join the job.
-        pub job_key_file: Option<PathBuf> = None,
-        /// The profile of the run. `"simple"`: total times of the phases of steps, units and
-        /// collectives, in a table at the end. `"trace"`: also each span on every rank, in
-        /// `trace.json` in the run's directory, for Perfetto. A table such as
-        /// `{ type = "trace", skip_steps = 3, steps = 5 }` chooses the steps.
-        pub profiler: Option<ProfilerConfig> = None,
-        /// Callbacks by name, such as `[{ type = "early_stopping", monitor = "val_loss" }]`.
-        pub callbacks: Vec<PluginValue> = Vec::new(),
-        /// The loggers that write metrics.
-        pub loggers: Vec<PluginValue> = vec![PluginValue::new("csv"), PluginValue::new("jsonl")],
-    }
+/// How a model is trained: the table `[trainer]`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config::Documented)]
+#[serde(deny_unknown_fields, default)]
+pub struct TrainerConfig {
+    /// The device of each rank. `"auto"` is CUDA if the program is built with it and finds a
+    /// GPU, else the CPU.
+    #[default(PluginValue::new("auto"))]
+    pub accelerator: PluginValue,
+    /// Number of ranks on each node. `"auto"` is as many as a launcher has started, else one
+    /// per core, or one per GPU.
+    #[default(Devices::Count(1))]
+    pub devices: Devices,
+    /// Number of nodes. More than one needs a launcher that starts the ranks, such as
+    /// `torchrun` or `srun`.
+    #[default(1)]
+    pub num_nodes: usize,
+    /// Stop after this many optimizer steps.
+    pub max_steps: Option<u64>,
+    /// Stop after this many passes over the training data. If nothing else limits the run,
+    /// it makes one pass.
+    pub max_epochs: Option<u64>,
+    /// Do not stop before this many optimizer steps, even if a callback asks to stop or the
+    /// time is up.
+    pub min_steps: Option<u64>,
+    /// Do not stop before this many passes over the training data, as `min_steps`.
+    pub min_epochs: Option<u64>,
+    /// Stop after this time, counted from the first step of this process.
+    pub max_time: Option<TimeLimit>,
+    /// Number of threads per rank that make batches during the step; with 0 the training thread
+    /// makes them. By default 0 on the CPU, and 1 on other devices, so that batches are made
+    /// and copied ahead. The batches and their order do not depend on this number.
+    pub num_workers: Option<usize>,
+    /// Number of batches that each of the `num_workers` threads may be ahead.
+    #[default(2)]
+    pub prefetch_factor: usize,
+    /// How an epoch ends whose last samples do not fill a step: with `"wrap"` the step
+    /// continues into the next epoch, with `"partial"` the last step has fewer samples, with
+    /// `"drop"` the samples are left out.
+    #[default(LastBatch::Wrap)]
+    pub last_batch: LastBatch,
+    /// Number of micro-batches in an optimizer step.
+    #[default(1)]
+    pub accumulate_grad_batches: u64,
+    /// Number of samples in an optimizer step, over all ranks, in place of
+    /// `accumulate_grad_batches`. The number of micro-batches follows from the batch size and
+    /// the number of data-parallel ranks, whose product must divide it. So a job that resumes
+    /// on more or fewer ranks trains as before.
+    pub global_batch_size: Option<u64>,
+    /// Number of samples of a rank's batch that are computed at a time in training; must divide
+    /// the batch. The step does not depend on it. `"auto"`, on devices with their own memory,
+    /// starts with the whole batch; when a rank runs out of memory in a step, all ranks restart
+    /// the step with half as many samples (Composer's `device_train_microbatch_size`). Without
+    /// this key the whole batch.
+    pub micro_batch_size: Option<MicroBatchSize>,
+    /// The limit of gradient clipping; without it gradients are not clipped.
+    pub gradient_clip_val: Option<f64>,
+    /// Whether the norm of all gradients together is clipped, or the value of each element.
+    #[default(ClipAlgorithm::Norm)]
+    pub gradient_clip_algorithm: ClipAlgorithm,
+    /// The decay of an exponential moving average of the weights, such as `0.999`. The average
+    /// is updated after each step, used instead of the weights in validations, and saved with
+    /// the optimizer's state (`state.{parameter}.ema`). Without this key no average is kept.
+    pub ema_decay: Option<f64>,
+    /// The interval of validations: an integer is optimizer steps, a float is a fraction of an
+    /// epoch (`1.0` is the end of each).
+    #[default(CountOrFraction::Fraction(1.0))]
+    pub val_check_interval: CountOrFraction,
+    /// Only epochs with a multiple of this number, counted from 1, have validations.
+    #[default(1)]
+    pub check_val_every_n_epoch: u64,
+    /// Number of validation batches per rank before a new run trains, so that mistakes in the
+    /// validation show at once; `0` for none. Values logged there are dropped.
+    #[default(2)]
+    pub num_sanity_val_steps: u64,
+    /// The part of the training data in an epoch: an integer is batches of each rank, a float
+    /// is a fraction. If samples are shuffled, each epoch has others.
+    #[default(CountOrFraction::Fraction(1.0))]
+    pub limit_train_batches: CountOrFraction,
+    /// The part of the validation data that is used: an integer is batches of each rank, a
+    /// float is a fraction; `0` turns validation off.
+    #[default(CountOrFraction::Fraction(1.0))]
+    pub limit_val_batches: CountOrFraction,
+    /// The part of the test data that is used, as `limit_val_batches`.
+    #[default(CountOrFraction::Fraction(1.0))]
+    pub limit_test_batches: CountOrFraction,
+    /// The part of the data for prediction that is used, as `limit_val_batches`.
+    #[default(CountOrFraction::Fraction(1.0))]
+    pub limit_predict_batches: CountOrFraction,
+    /// Trains on this part of the training data again and again, in order, to see whether the
+    /// model can learn it. An integer is batches of each rank, a float is a fraction; `0` for
+    /// normal training. As much of the validation data is used.
+    #[default(CountOrFraction::Count(0))]
+    pub overfit_batches: CountOrFraction,
+    /// A trial of everything: trains on this many batches of each rank and validates on as
+    /// many, without loggers and checkpoints. `true` is one batch.
+    #[default(FastDevRun::Off)]
+    pub fast_dev_run: FastDevRun,
+    /// Checks the results of every layer and unit in forward and backward, and ends with an
+    /// error that names the first NaN or infinite one. Slow.
+    pub detect_anomaly: bool,
+    /// How buffers (running statistics) of data-parallel ranks are made equal after each step:
+    /// all get the first one's (`"broadcast"`) or the mean (`"mean"`), or keep their own
+    /// (`"none"`; checkpoints have rank 0's).
+    #[default(SyncBuffers::Broadcast)]
+    pub sync_buffers: SyncBuffers,
+    /// Whether batch norms (`nn::BatchNorm`) compute over the batches of all data-parallel
+    /// ranks, unless a batch norm says otherwise.
+    pub sync_batchnorm: bool,
+    /// The interval of logged steps, in optimizer steps.
+    #[default(10)]
+    pub log_every_n_steps: u64,
+    /// Whether the loss and gradient norm of unlogged steps stay on the device, where the
+    /// update uses them. The host then reads them one step later, without waiting. `"auto"`: on
+    /// devices other than the CPU, `true`: on every device, `false`: on none. A non-finite loss
+    /// or norm is then an error one step later, but still changes nothing. Steps in f16, of
+    /// several optimizers, with `detect_anomaly` or `cpu_offload`, or with manual optimization
+    /// are always read at once.
+    #[default(LateReads::Auto)]
+    pub late_reads: LateReads,
+    /// The dtypes of parameters and computation. `16`, `32`, `64` and `"bf16"` are short for
+    /// `"16-mixed"`, `"32-true"`, `"64-true"` and `"bf16-mixed"`. In f16 the loss scale follows
+    /// the gradients, as PyTorch's `GradScaler`: it is logged as `loss_scale`, and a step whose
+    /// gradients overflow is skipped.
+    #[default(Precision::F32True)]
+    pub precision: Precision,
+    /// Patterns of layers that compute in f32 while others compute in half precision, such as
+    /// `["*norm*", "lm_head"]`. The layers cast their inputs and outputs.
+    pub keep_in_fp32: Vec<String>,
+    /// The directory of runs. Each run writes to its own `version_N`.
+    #[default(PathBuf::from("fulgurite_logs"))]
+    pub default_root_dir: PathBuf,
+    /// The checkpoint to resume from: a path, or a name in `checkpoint.dir`. `"last"` is the
+    /// checkpoint that was saved last to `checkpoint.dir` or, without that key, by the runs in
+    /// `default_root_dir`; without any checkpoint yet, training starts at step 0. Without this
+    /// key, a job that its launcher has restarted resumes from its own last checkpoint.
+    pub ckpt_path: Option<CkptPath>,
+    /// Whether rank 0 shows the model and its progress on stderr, both from the command line
+    /// and from code: bars on a terminal, lines elsewhere.
+    #[default(true)]
+    pub enable_progress_bar: bool,
+    /// Whether rank 0 plans the run before its first step, as `fulgurite plan` does, so that
+    /// the summary compares the plan with what was taken.
+    #[default(true)]
+    pub enable_plan: bool,
+    /// The hardware of that plan's step time: a name or file, as for
+    /// `fulgurite plan --hardware`; by default `cpu`.
+    pub plan_hardware: Option<String>,
+    /// The reaction to a trainable parameter without a gradient in the first step. In later
+    /// steps the optimizer leaves such a parameter alone, unless this is `"zero"`.
+    #[default(UnusedParameters::Error)]
+    pub unused_parameters: UnusedParameters,
+    /// Patterns of parameters that are not trained:
+    /// `["bert.encoder"]`, `["model.embed_tokens"]`, `["*norm*"]`.
+    pub freeze: Vec<String>,
+    /// Patterns of modules whose layers compute as in an evaluation, in training too: without
+    /// dropout, and batch norms with their running statistics, which stay as they are. Usually
+    /// the modules of `freeze`.
+    pub eval_mode: Vec<String>,
+    /// Small trainable parameters beside frozen layers: see `[trainer.adapters]` below. Without
+    /// this key the whole model is trained.
+    pub adapters: Option<AdapterConfig>,
+    /// Frozen weights in fewer bits, beside which adapters are trained (QLoRA): see
+    /// `[trainer.quantization]` below. Without this key no weight is quantised.
+    pub quantization: Option<QuantizationConfig>,
+    /// The units whose activations are recomputed in backward instead of saved: `"none"`,
+    /// `"full"` (every unit), `"selective"` (every second unit), or a table.
+    /// `{ type = "selective", every = 3, units = ["model.layers.*"] }` is every third unit
+    /// whose path matches a pattern (`*` is one segment). `offload = "host"` or `"disk"` moves
+    /// the tensors that units keep until backward to host memory or to temporary files: their
+    /// inputs with type `"full"`, all of their activations with type `"none"`.
+    pub activation_checkpointing: ActivationCheckpointing,
+    /// Number of seconds that a rank waits for others before it fails.
+    #[default(600)]
+    pub timeout_secs: u64,
+    /// The interval, in optimizer steps, in which replicas compare the bits of what they hold:
+    /// parameters, buffers and optimizer state. Replicas compute the same, so a difference is a
+    /// fault of a memory or a processor, or of the program. It ends the run with an error that
+    /// names the rank. With `trainer.elastic` the rank is replaced, if most ranks agree; the
+    /// steps since the last comparison stay. Without this key nothing is compared.
+    pub check_replicas_every_n_steps: Option<u64>,
+    /// Names ranks that compute this factor longer than half of the ranks, in two logged steps
+    /// in a row: `1.5` is one and a half times as long. Time in collectives does not count. On
+    /// the CPU only. Without this key ranks are not compared.
+    pub slow_rank_factor: Option<f64>,
+    /// Number of the last collectives that each of several ranks keeps in a record. If ranks
+    /// wait in vain or make different calls, the records are in the folder `flight` of the
+    /// run's directory afterwards, and `fulgurite flight` names the rank that fell behind. `0`
+    /// for none.
+    #[default(20_000)]
+    pub flight_recorder: usize,
+    /// Whether the training goes on after the loss of a rank: see `[trainer.elastic]` below.
+    pub elastic: ElasticConfig,
+    /// The reaction to a model that is too large for the machine, before any process is
+    /// started. `"error"` counts parameters, gradients, optimizer state and memory that ranks
+    /// share. It refuses a run that needs more than one and a half times the host's memory, or
+    /// more than a process may have (`ulimit -v`), and warns if the run needs more than is
+    /// available. `"warn"` only warns; `"off"` does neither.
+    #[default(MemoryCheck::Error)]
+    pub memory_check: MemoryCheck,
+    /// The distribution of the model over the ranks. `"auto"` is a single device for one rank
+    /// and data parallelism for more.
+    #[default(PluginValue::new("auto"))]
+    pub strategy: PluginValue,
+    /// The process group, which transfers data between ranks. `"auto"`: shared memory between
+    /// the ranks of a host, and a network between hosts.
+    #[default(PluginValue::new("auto"))]
+    pub process_group: PluginValue,
+    /// The cluster environment, which tells each process its rank; by default detected.
+    pub environment: Option<PluginValue>,
+    /// A file with the secret that the ranks of a job share, readable only by its owner, the
+    /// same on all nodes. For ranks that a launcher such as `torchrun` starts; the variable
+    /// `FULGURITE_JOB_KEY` has precedence. Without either, strangers can join the job.
+    pub job_key_file: Option<PathBuf>,
+    /// The profile of the run. `"simple"`: total times of the phases of steps, units and
+    /// collectives, in a table at the end. `"trace"`: also each span on every rank, in
+    /// `trace.json` in the run's directory, for Perfetto. A table such as
+    /// `{ type = "trace", skip_steps = 3, steps = 5 }` chooses the steps.
+    pub profiler: Option<ProfilerConfig>,
+    /// Callbacks by name, such as `[{ type = "early_stopping", monitor = "val_loss" }]`.
+    pub callbacks: Vec<PluginValue>,
+    /// The loggers that write metrics.
+    #[default(vec![PluginValue::new("csv"), PluginValue::new("jsonl")])]
+    pub loggers: Vec<PluginValue>,
 }
 
 /// Limit of ranks on one node. With more cores the limit is higher.

@@ -11,15 +11,11 @@ use toml::Table;
 #[serde(default, deny_unknown_fields)]
 struct Data {
     /// Samples in a batch.
+    #[default(1)]
     batch_size: usize,
     /// Tokens in a sample.
+    #[default(8)]
     seq_len: usize,
-}
-
-impl Default for Data {
-    fn default() -> Self {
-        Self { batch_size: 1, seq_len: 8 }
-    }
 }
 
 type Run = RunConfig<Table, Data>;

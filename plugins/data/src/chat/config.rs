@@ -31,6 +31,7 @@ pub struct ChatDataConfig {
     /// `messages` (a list of tables with `role` and `content`), `conversations` (with `from` and
     /// `value`), `prompt` and `completion` (texts or lists of messages), or `instruction`, `input`
     /// and `output`; beside them perhaps `system` and `tools`.
+    #[default(Paths::One(".".into()))]
     pub path: Paths,
     /// Files and folders of conversations for validation; then all of `path` is for training.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -42,6 +43,7 @@ pub struct ChatDataConfig {
     /// The treatment of a row without a conversation or an answer, or with one that the template
     /// refuses: `"error"` ends the run, `"skip"` leaves the row out. The start of a run reports how
     /// many were left out.
+    #[default(OnError::Error)]
     pub on_error: OnError,
     /// A Hugging Face `tokenizer.json`, a folder with one, a repository in the local Hub cache, or
     /// `"bytes"`.
@@ -61,6 +63,7 @@ pub struct ChatDataConfig {
     pub template_date: Option<String>,
     /// The text that the model learns to write: `"answers"` (all messages of the assistant, or
     /// completions), `"last"` (the last answer) or `"all"` (the whole text).
+    #[default(TrainOn::Answers)]
     pub train_on: TrainOn,
     /// The token that ends a completion of a row with `prompt` and `completion`, by its name in
     /// `tokenizer`. By default the token that the files beside the tokenizer name.
@@ -70,45 +73,28 @@ pub struct ChatDataConfig {
     /// tokenize the same conversations again; `false` keeps ids in memory. By default (`true`)
     /// `fulgurite/tokens` in `$XDG_CACHE_HOME` or `~/.cache`, for 4 MiB of text or more.
     #[serde(skip_serializing_if = "CacheDir::is_default")]
+    #[default(CacheDir::Default)]
     pub cache_dir: CacheDir,
     /// Tokens in a sample at most.
+    #[default(1024)]
     pub seq_len: usize,
     /// The treatment of longer conversations: `"cut"` leaves out their ends, `"skip"` leaves them
     /// out, `"error"` ends the run. The start of a run reports how many there were.
+    #[default(TooLong::Cut)]
     pub too_long: TooLong,
     /// Whether short conversations share a sample. Each attends to itself only, with positions of
     /// its own, so losses and gradients are the same as without packing.
+    #[default(true)]
     pub packing: bool,
     /// The length of a micro-batch is rounded up to a multiple of this number.
+    #[default(8)]
     pub pad_to_multiple_of: usize,
     /// Samples in a micro-batch of one data-parallel rank.
+    #[default(4)]
     pub batch_size: usize,
     /// Whether training samples are shuffled, differently in each epoch.
+    #[default(true)]
     pub shuffle: bool,
-}
-
-impl Default for ChatDataConfig {
-    fn default() -> Self {
-        Self {
-            path: Paths::One(".".into()),
-            validation_path: None,
-            validation_fraction: None,
-            on_error: OnError::Error,
-            tokenizer: None,
-            chat_template: None,
-            template_options: BTreeMap::new(),
-            template_date: None,
-            train_on: TrainOn::Answers,
-            eos_token: None,
-            cache_dir: CacheDir::Default,
-            seq_len: 1024,
-            too_long: TooLong::Cut,
-            packing: true,
-            pad_to_multiple_of: 8,
-            batch_size: 4,
-            shuffle: true,
-        }
-    }
 }
 
 /// The text that a model learns to write: `data.train_on`.

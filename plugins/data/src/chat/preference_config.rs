@@ -28,6 +28,7 @@ pub struct PreferenceDataConfig {
     /// is better. For `kto` a row has `label` (true for a good answer) beside
     /// `prompt` and `completion`, or beside `messages`. Rows may have `system` and `tools`. With
     /// `predict_path` the list may be empty.
+    #[default(ChatDataConfig::default().path)]
     pub path: Paths,
     /// Files and folders of preferences for validation; then all of `path` is for training.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -47,6 +48,7 @@ pub struct PreferenceDataConfig {
     /// The treatment of a row without a preference, or with one that the template refuses:
     /// `"error"` ends the run, `"skip"` leaves the row out. The start of a run reports how many
     /// were left out.
+    #[default(ChatDataConfig::default().on_error)]
     pub on_error: OnError,
     /// A Hugging Face `tokenizer.json`, a folder with one, a repository in the local Hub cache, or
     /// `"bytes"`.
@@ -68,49 +70,21 @@ pub struct PreferenceDataConfig {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub eos_token: Option<String>,
     /// Tokens of a prompt and an answer at most.
+    #[default(ChatDataConfig::default().seq_len)]
     pub seq_len: usize,
     /// The treatment of longer rows: `"cut"` leaves out the ends of answers, `"skip"`
     /// leaves the rows out, `"error"` ends the run.
+    #[default(ChatDataConfig::default().too_long)]
     pub too_long: TooLong,
     /// The length of a micro-batch is rounded up to a multiple of this number.
+    #[default(ChatDataConfig::default().pad_to_multiple_of)]
     pub pad_to_multiple_of: usize,
     /// Rows in a micro-batch of one data-parallel rank: pairs of two sequences, or answers.
+    #[default(ChatDataConfig::default().batch_size)]
     pub batch_size: usize,
     /// Whether training samples are shuffled, differently in each epoch.
+    #[default(ChatDataConfig::default().shuffle)]
     pub shuffle: bool,
-}
-
-impl Default for PreferenceDataConfig {
-    fn default() -> Self {
-        let ChatDataConfig {
-            path,
-            on_error,
-            seq_len,
-            too_long,
-            pad_to_multiple_of,
-            batch_size,
-            shuffle,
-            ..
-        } = ChatDataConfig::default();
-        Self {
-            path,
-            validation_path: None,
-            predict_path: None,
-            reference_path: None,
-            validation_fraction: None,
-            on_error,
-            tokenizer: None,
-            chat_template: None,
-            template_options: BTreeMap::new(),
-            template_date: None,
-            eos_token: None,
-            seq_len,
-            too_long,
-            pad_to_multiple_of,
-            batch_size,
-            shuffle,
-        }
-    }
 }
 
 impl PreferenceDataConfig {

@@ -42,6 +42,7 @@ pub struct PromptDataConfig {
     /// `prompt`, a text or a list of messages, or `messages`, and for some rewards an `answer`. A
     /// text is continued as it is; messages are written by the chat template. Rows may have
     /// `system` and `tools`.
+    #[default(ChatDataConfig::default().path)]
     pub path: Paths,
     /// Files and folders of prompts for validation; then all of `path` is for training.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -56,6 +57,7 @@ pub struct PromptDataConfig {
     /// The treatment of a row without a prompt, or with one that the template refuses: `"error"`
     /// ends the run, `"skip"` leaves the row out. The start of a run reports how many were left
     /// out.
+    #[default(ChatDataConfig::default().on_error)]
     pub on_error: OnError,
     /// A Hugging Face `tokenizer.json`, a folder with one, a repository in the local Hub cache, or
     /// `"bytes"`.
@@ -78,33 +80,14 @@ pub struct PromptDataConfig {
     pub eos_token: Option<String>,
     /// Tokens of a prompt at most. Longer prompts are left out, and counted in the report of the
     /// run's start.
+    #[default(ChatDataConfig::default().seq_len)]
     pub seq_len: usize,
     /// Prompts in a micro-batch of one data-parallel rank.
+    #[default(ChatDataConfig::default().batch_size)]
     pub batch_size: usize,
     /// Whether prompts are shuffled, differently in each epoch.
+    #[default(ChatDataConfig::default().shuffle)]
     pub shuffle: bool,
-}
-
-impl Default for PromptDataConfig {
-    fn default() -> Self {
-        let ChatDataConfig { path, on_error, seq_len, batch_size, shuffle, .. } =
-            ChatDataConfig::default();
-        Self {
-            path,
-            validation_path: None,
-            validation_fraction: None,
-            columns: Vec::new(),
-            on_error,
-            tokenizer: None,
-            chat_template: None,
-            template_options: BTreeMap::new(),
-            template_date: None,
-            eos_token: None,
-            seq_len,
-            batch_size,
-            shuffle,
-        }
-    }
 }
 
 impl PromptDataConfig {

@@ -28,10 +28,12 @@ pub struct LabelledTextsConfig {
     /// and a list of their tags), `"pairs"` (two texts that belong together, and optionally one
     /// that does not) or `"text_to_text"` (a text, and the text to write for it).
     #[serde(rename = "type")]
+    #[default(RowKind::Texts)]
     pub kind: RowKind,
     /// Files and folders of rows for training. The extension says how they are read: `.jsonl` and
     /// `.ndjson` (a JSON object in each line), `.csv` and `.tsv` (with a header) or, in programs
     /// with the feature `parquet`, `.parquet`.
+    #[default(Paths::One(".".into()))]
     pub path: Paths,
     /// Files and folders of rows for validation; then all of `path` is for training.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -99,44 +101,18 @@ pub struct LabelledTextsConfig {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pad_token: Option<String>,
     /// Tokens in a sample at most, with the special ones; longer texts are cut.
+    #[default(256)]
     pub seq_len: usize,
     /// The length of a micro-batch's texts is rounded up to a multiple of this number. Dropout
     /// depends on that length: only with `seq_len` here other numbers of ranks drop the same.
+    #[default(1)]
     pub pad_to_multiple_of: usize,
     /// Samples in a micro-batch of one data-parallel rank.
+    #[default(8)]
     pub batch_size: usize,
     /// Whether training samples are shuffled, differently in each epoch.
+    #[default(true)]
     pub shuffle: bool,
-}
-
-impl Default for LabelledTextsConfig {
-    fn default() -> Self {
-        Self {
-            kind: RowKind::Texts,
-            path: Paths::One(".".into()),
-            validation_path: None,
-            test_path: None,
-            predict_path: None,
-            validation_fraction: None,
-            text_key: None,
-            text_pair_key: None,
-            label_key: None,
-            tokens_key: None,
-            tags_key: None,
-            anchor_key: None,
-            positive_key: None,
-            negative_key: None,
-            target_key: None,
-            text_prefix: None,
-            labels: Vec::new(),
-            tokenizer: None,
-            pad_token: None,
-            seq_len: 256,
-            pad_to_multiple_of: 1,
-            batch_size: 8,
-            shuffle: true,
-        }
-    }
 }
 
 /// The content of a row: `data.type` of labelled texts.

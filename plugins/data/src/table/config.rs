@@ -26,6 +26,7 @@ pub struct TableConfig {
     /// Files and folders of rows for training. The extension says how they are read: `.csv` and
     /// `.tsv` (with a header), `.jsonl` and `.ndjson` (a JSON object in each line) or, in programs
     /// with the feature `parquet`, `.parquet`.
+    #[default(Paths::One(".".into()))]
     pub path: Paths,
     /// Files and folders of rows for validation; then all of `path` is for training.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -49,9 +50,11 @@ pub struct TableConfig {
     pub categories: Vec<String>,
     /// Whether numbers are standardized: less the mean and over the standard deviation of the
     /// training rows.
+    #[default(true)]
     pub standardize: bool,
     /// The treatment of values that a row of `features` lacks: `"error"`, or `"mean"`, which takes
     /// the mean of the training rows for a number and no name for a name.
+    #[default(OnMissing::Error)]
     pub missing: OnMissing,
     /// The column to predict.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -61,29 +64,11 @@ pub struct TableConfig {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub task: Option<Task>,
     /// Rows in a micro-batch of one data-parallel rank.
+    #[default(32)]
     pub batch_size: usize,
     /// Whether training rows are shuffled, differently in each epoch.
+    #[default(true)]
     pub shuffle: bool,
-}
-
-impl Default for TableConfig {
-    fn default() -> Self {
-        Self {
-            path: Paths::One(".".into()),
-            validation_path: None,
-            test_path: None,
-            predict_path: None,
-            validation_fraction: None,
-            features: Vec::new(),
-            categories: Vec::new(),
-            standardize: true,
-            missing: OnMissing::Error,
-            target: None,
-            task: None,
-            batch_size: 32,
-            shuffle: true,
-        }
-    }
 }
 
 /// The kind of a table's target: `data.task`.

@@ -25,6 +25,7 @@ pub struct MlflowConfig {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tracking_uri: Option<String>,
     /// The experiment; created if it does not exist.
+    #[default("fulgurite_logs".to_owned())]
     pub experiment_name: String,
     /// The run's name; by default the name of its directory.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -37,19 +38,6 @@ pub struct MlflowConfig {
     /// The reaction to a server that cannot be reached during training. At the start of the run
     /// this is always an error.
     pub on_error: OnError,
-}
-
-impl Default for MlflowConfig {
-    fn default() -> Self {
-        Self {
-            tracking_uri: None,
-            experiment_name: "fulgurite_logs".to_owned(),
-            run_name: None,
-            run_id: None,
-            tags: BTreeMap::new(),
-            on_error: OnError::default(),
-        }
-    }
 }
 
 #[typetag::serde(name = "mlflow")]

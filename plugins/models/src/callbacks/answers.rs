@@ -35,38 +35,26 @@ pub struct AnswersConfig {
     /// `"contains"` (it has the expected text), `"regex"` (the expected regular expression is found
     /// in it) or `"numeric"` (it is the expected number, up to a millionth; commas between digits,
     /// `$` in front, `%` and a full stop behind are left out).
+    #[default(Match::Exact)]
     pub r#match: Match,
     /// A regular expression that takes a part of the answer: its first group, or all that it
     /// matches. An answer without a match is wrong.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub filter: Option<String>,
     /// Which match of `filter` is taken: `"first"` or `"last"`.
+    #[default(Take::First)]
     pub take: Take,
     /// Whether `"exact"`, `"contains"` and `"regex"` do not distinguish capital letters.
     pub ignore_case: bool,
     /// The most tokens of an answer.
+    #[default(64)]
     pub max_new_tokens: usize,
     /// Texts that end an answer, which ends before them.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub stop: Vec<String>,
     /// Questions that a data-parallel rank answers at a time.
+    #[default(8)]
     pub batch_size: usize,
-}
-
-impl Default for AnswersConfig {
-    fn default() -> Self {
-        Self {
-            path: PathBuf::new(),
-            name: None,
-            r#match: Match::Exact,
-            filter: None,
-            take: Take::First,
-            ignore_case: false,
-            max_new_tokens: 64,
-            stop: Vec::new(),
-            batch_size: 8,
-        }
-    }
 }
 
 #[typetag::serde(name = "answers")]

@@ -21,7 +21,9 @@ use super::scoring::{self, Continuation};
 /// log-probability. Logged are, as in `lm-eval`, `val_NAME_acc`, `val_NAME_acc_norm` (by
 /// log-probability a character) and `val_NAME_nll` (minus the log-probability of the right one).
 /// Texts are taken as they are, without a chat template.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config_derive::Documented)]
+#[derive(
+    Default, Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config_derive::Documented,
+)]
 #[serde(deny_unknown_fields, default)]
 pub struct ChoicesConfig {
     /// The file of questions.
@@ -29,12 +31,6 @@ pub struct ChoicesConfig {
     /// The name in the metrics; by default the file's, without its extension.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
-}
-
-impl Default for ChoicesConfig {
-    fn default() -> Self {
-        Self { path: PathBuf::new(), name: None }
-    }
 }
 
 #[typetag::serde(name = "choices")]

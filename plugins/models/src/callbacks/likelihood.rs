@@ -22,7 +22,9 @@ const NAME: &str = "likelihood";
 /// `val_NAME_perplexity` (of a token) and `val_NAME_bits_per_byte`. Texts are taken as they are,
 /// without a chat template. A text's first token counts if a context or a start of texts is before
 /// it.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config_derive::Documented)]
+#[derive(
+    Default, Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config_derive::Documented,
+)]
 #[serde(deny_unknown_fields, default)]
 pub struct LikelihoodConfig {
     /// The file of texts.
@@ -30,12 +32,6 @@ pub struct LikelihoodConfig {
     /// The name in the metrics; by default the file's, without its extension.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
-}
-
-impl Default for LikelihoodConfig {
-    fn default() -> Self {
-        Self { path: PathBuf::new(), name: None }
-    }
 }
 
 #[typetag::serde(name = "likelihood")]

@@ -27,25 +27,21 @@ pub struct SamplesConfig {
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub stop: Vec<String>,
     /// Steps between answers.
+    #[default(NonZeroU64::new(100).expect("it is not zero"))]
     pub every_n_steps: NonZeroU64,
     /// The most tokens of an answer.
+    #[default(64)]
     pub max_new_tokens: usize,
     /// Divisor of the logits; 0 takes the most likely token. Random numbers depend on the run's
     /// seed, the prompt and the token's place, not on the step.
+    #[default(Sampling::default().temperature)]
     pub temperature: f64,
     /// Samples from this many of the most likely tokens; 0 for all.
+    #[default(Sampling::default().top_k)]
     pub top_k: usize,
     /// Samples from the fewest likely tokens whose probabilities add up to this; 1 for all.
+    #[default(Sampling::default().top_p)]
     pub top_p: f64,
-}
-
-impl Default for SamplesConfig {
-    fn default() -> Self {
-        let Sampling { temperature, top_k, top_p, .. } = Sampling::default();
-        let every_n_steps = NonZeroU64::new(100).expect("it is not zero");
-        let (prompts, stop) = (Vec::new(), Vec::new());
-        Self { prompts, stop, every_n_steps, max_new_tokens: 64, temperature, top_k, top_p }
-    }
 }
 
 impl SamplesConfig {

@@ -62,19 +62,26 @@ pub struct PromptsConfig {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub template_date: Option<String>,
     /// The most tokens of an answer.
+    #[default(Generation::default().max_new_tokens)]
     pub max_new_tokens: usize,
     /// Divisor of the logits; 0 takes the most likely token (greedy).
+    #[default(Sampling::default().temperature)]
     pub temperature: f64,
     /// Samples from this many of the most likely tokens; 0 for all.
+    #[default(Sampling::default().top_k)]
     pub top_k: usize,
     /// Samples from the fewest likely tokens whose probabilities add up to this; 1 for all.
+    #[default(Sampling::default().top_p)]
     pub top_p: f64,
     /// Samples from tokens with at least this fraction of the largest probability; 0 for all.
+    #[default(Sampling::default().min_p)]
     pub min_p: f64,
     /// Divides the positive logits of tokens in the prompt and the answer so far, and multiplies
     /// their negative ones; 1 changes nothing.
+    #[default(Sampling::default().repetition_penalty)]
     pub repetition_penalty: f64,
     /// Answers to each prompt.
+    #[default(Generation::default().samples)]
     pub samples: usize,
     /// Texts that end an answer, which ends before them.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -84,35 +91,8 @@ pub struct PromptsConfig {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub end_tokens: Option<Vec<u32>>,
     /// Prompts that a rank continues at a time.
+    #[default(8)]
     pub batch_size: usize,
-}
-
-impl Default for PromptsConfig {
-    fn default() -> Self {
-        let Generation { max_new_tokens, sampling, samples, .. } = Generation::default();
-        let Sampling { temperature, top_k, top_p, min_p, repetition_penalty } = sampling;
-        Self {
-            path: None,
-            prompts: Vec::new(),
-            prompt_ids: Vec::new(),
-            tokenizer: None,
-            chat: false,
-            system: None,
-            chat_template: None,
-            template_options: BTreeMap::new(),
-            template_date: None,
-            max_new_tokens,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            repetition_penalty,
-            samples,
-            stop: Vec::new(),
-            end_tokens: None,
-            batch_size: 8,
-        }
-    }
 }
 
 impl PromptsConfig {

@@ -10,6 +10,7 @@ use crate::config::{ModelConfig, Reader};
 use crate::generation::{Generation, Sampling};
 
 /// The table `[model.grpo]`: how a model answers prompts, and how it learns from the rewards.
+/// Defaults are those of TRL's `GRPOConfig`.
 ///
 /// ```toml
 /// [model.grpo]
@@ -27,15 +28,19 @@ pub struct GrpoConfig {
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub reward_weights: Vec<f64>,
     /// Answers to each prompt, which are compared with each other; at least 2.
+    #[default(8)]
     pub samples: usize,
     /// The most tokens of an answer.
+    #[default(512)]
     pub max_new_tokens: usize,
     /// Divisor of the logits, above 0. Probabilities in the loss follow it too.
+    #[default(1.0)]
     pub temperature: f64,
     /// Samples from this many of the most likely tokens; 0 for all. Probabilities in the loss are
     /// of all tokens.
     pub top_k: usize,
     /// Samples from the fewest likely tokens whose probabilities add up to this; 1 for all.
+    #[default(1.0)]
     pub top_p: f64,
     /// Texts that end an answer, whose text ends before them.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -44,15 +49,19 @@ pub struct GrpoConfig {
     /// each token alike, divided by `max_new_tokens` instead of the tokens there are. `"cispo"`
     /// weights tokens as `"dapo"`, and the gradient of each token's log-probability by its ratio,
     /// up to `epsilon_high`.
+    #[default(GrpoLoss::Dapo)]
     pub loss: GrpoLoss,
     /// The divisor of an advantage: the standard deviation of its group's rewards (`"group"`), of
     /// the rewards of all ranks (`"batch"`; needs `trainer.accumulate_grad_batches = 1`), or none
     /// (`"none"`).
+    #[default(ScaleRewards::Group)]
     pub scale_rewards: ScaleRewards,
     /// The ratio of new and old probability: of each token (`"token"`), or of each answer
     /// (`"sequence"`), as in GSPO. An answer's ratio is the geometric mean of its tokens'.
+    #[default(SamplingLevel::Token)]
     pub importance_sampling_level: SamplingLevel,
     /// How far the ratio of new and old probability counts below 1.
+    #[default(0.2)]
     pub epsilon: f64,
     /// How far it counts above 1; by default `epsilon`. With `loss = "cispo"` the largest ratio
     /// itself, which must be set.
@@ -66,6 +75,7 @@ pub struct GrpoConfig {
     pub beta: f64,
     /// Updates of the model with the same answers. Above 1, `trainer.accumulate_grad_batches` must
     /// be 1.
+    #[default(1)]
     pub updates: usize,
     /// Whether answers that end at `max_new_tokens` are not learned from.
     pub mask_truncated: bool,
@@ -74,32 +84,6 @@ pub struct GrpoConfig {
     /// cannot.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub batch_invariant: Option<bool>,
-}
-
-impl Default for GrpoConfig {
-    /// As TRL's `GRPOConfig`.
-    fn default() -> Self {
-        Self {
-            rewards: Vec::new(),
-            reward_weights: Vec::new(),
-            samples: 8,
-            max_new_tokens: 512,
-            temperature: 1.0,
-            top_k: 0,
-            top_p: 1.0,
-            stop: Vec::new(),
-            loss: GrpoLoss::Dapo,
-            scale_rewards: ScaleRewards::Group,
-            importance_sampling_level: SamplingLevel::Token,
-            epsilon: 0.2,
-            epsilon_high: None,
-            delta: None,
-            beta: 0.0,
-            updates: 1,
-            mask_truncated: false,
-            batch_invariant: None,
-        }
-    }
 }
 
 /// The weighting of tokens: `loss`.

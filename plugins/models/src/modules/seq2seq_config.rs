@@ -18,25 +18,20 @@ use crate::generation::{BeamSearch, Generation, Sampling};
 #[serde(deny_unknown_fields, default)]
 pub struct WritingConfig {
     /// The most tokens of a text.
+    #[default(Generation::default().max_new_tokens)]
     pub max_new_tokens: usize,
     /// Divides the positive logits of tokens in the text so far, and multiplies their negative
     /// ones; 1 changes nothing.
+    #[default(Sampling::default().repetition_penalty)]
     pub repetition_penalty: f64,
     /// Number of texts that are continued at a time, of which the most likely one is written: beam
     /// search, with `early_stopping=False` of `transformers`. 1 takes the most likely token.
+    #[default(BeamSearch::default().num_beams)]
     pub num_beams: usize,
     /// The exponent of a text's length, by which its log-probability is divided in a beam search.
     /// Above 0 longer texts gain.
+    #[default(BeamSearch::default().length_penalty)]
     pub length_penalty: f64,
-}
-
-impl Default for WritingConfig {
-    fn default() -> Self {
-        let Generation { max_new_tokens, sampling, .. } = Generation::default();
-        let BeamSearch { num_beams, length_penalty } = BeamSearch::default();
-        let repetition_penalty = sampling.repetition_penalty;
-        Self { max_new_tokens, repetition_penalty, num_beams, length_penalty }
-    }
 }
 
 impl WritingConfig {

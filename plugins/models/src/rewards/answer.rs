@@ -15,21 +15,17 @@ use crate::matching::{Match, Matcher, Take};
 pub struct AnswerReward {
     /// When an answer is right: `"exact"`, `"contains"`, `"regex"` or `"numeric"`, as in the
     /// callback `answers`.
+    #[default(Match::Exact)]
     pub r#match: Match,
     /// A regular expression that takes a part of the answer: its first group, or all that it
     /// matches. An answer without a match is wrong.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub filter: Option<String>,
     /// Which match of `filter` is taken: `"first"` or `"last"`.
+    #[default(Take::First)]
     pub take: Take,
     /// Whether `"exact"`, `"contains"` and `"regex"` do not distinguish capital letters.
     pub ignore_case: bool,
-}
-
-impl Default for AnswerReward {
-    fn default() -> Self {
-        Self { r#match: Match::Exact, filter: None, take: Take::First, ignore_case: false }
-    }
 }
 
 #[typetag::serde(name = "answer")]

@@ -27,13 +27,8 @@ pub struct Tcp {
     pub ports: Option<[u16; 2]>,
     /// Bytes that a rank receives in one round of a reduction, 64 KiB to 1 GiB, which each group
     /// holds. The same on all ranks.
+    #[default(4 << 20)]
     pub chunk_bytes: usize,
-}
-
-impl Default for Tcp {
-    fn default() -> Self {
-        Self { interface: None, ports: None, chunk_bytes: 4 << 20 }
-    }
 }
 
 register_process_group!(
