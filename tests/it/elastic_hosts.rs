@@ -36,13 +36,14 @@ fn endless<'a>(scratch: &'a Scratch, strategy: &str) -> Job<'a> {
     job
 }
 
-/// Ends a training some steps later, as by Ctrl-C. Returns the results, and the options of a
-/// training of as many steps.
+/// Ends a training ten steps later, as by Ctrl-C. Returns the results, and the option of a training
+/// of as many steps.
 #[track_caller]
 fn end_soon<const N: usize>(running: [Running; N]) -> ([Run; N], String) {
-    let last = |of: &[Running]| of.iter().filter_map(Running::last_step).max().unwrap_or(0);
-    let (reached, begun) = (last(&running), Instant::now());
-    while last(&running) < reached + 10 && begun.elapsed() < Duration::from_secs(60) {
+    let steps = || running.iter().map(Running::steps).sum::<usize>();
+    let (before, begun) = (steps(), Instant::now());
+    while steps() < before + 10 {
+        assert!(begun.elapsed() < Duration::from_secs(120), "the training stands still");
         std::thread::sleep(Duration::from_millis(20));
     }
     running[0].signal(Signal::INT);
@@ -50,8 +51,9 @@ fn end_soon<const N: usize>(running: [Running; N]) -> ([Run; N], String) {
     for run in &runs {
         assert_eq!(run.code(), Some(130), "{}{}", run.stdout, run.stderr);
     }
-    let steps = runs.iter().flat_map(Run::losses).map(|(step, _)| step).max();
-    (runs, format!("trainer.max_steps={}", steps.expect("a step")))
+    let summary = runs.iter().flat_map(|run| run.events_of("summary")).next();
+    let steps = summary.expect("rank 0 is there")["steps"].as_u64().expect("a number");
+    (runs, format!("trainer.max_steps={steps}"))
 }
 
 /// The losses of the training on four ranks, of which none is lost.
@@ -633,7 +635,7 @@ fn a_coordinator_is_lost_before_nodes_come() {
     let coordinator = agents.coordinator().start();
     coordinator.until("its start", |this| this.said("may coordinate").then_some(()));
     let (other, first_node) = (agents.coordinator().start(), agents.start("0"));
-    coordinator.until("its wait", |this| this.said("1 of 2 nodes").then_some(()));
+    coordinator.until("the first node", |this| this.said("1 of 2 nodes").then_some(()));
     kill_process(coordinator.pid(), Signal::KILL).unwrap();
     coordinator.wait();
     let runs = [first_node, agents.start("1"), other].map(Running::wait);
@@ -673,7 +675,8 @@ fn the_larger_half_of_a_partition_goes_on() {
 #[test]
 fn a_node_that_cannot_join_is_refused() {
     let scratch = Scratch::with_tokens();
-    let agents = Agents::new(endless(&scratch, "ddp"), "1:2", "1");
+    let job = endless(&scratch, "ddp");
+    let agents = Agents::new(job.clone(), "1:2", "1");
     let first = agents.start("0");
     first.reach(20);
     // Its ranks find no such device.
@@ -681,10 +684,11 @@ fn a_node_that_cannot_join_is_refused() {
     assert_eq!(second.code(), Some(1), "{}", second.stderr);
     assert!(second.stderr.contains("the job goes on without this node"), "{}", second.stderr);
     first.until("the next generation", |this| this.said(" with 1 rank").then_some(()));
-    let (runs, _) = end_soon([first]);
+    let (runs, steps) = end_soon([first]);
     let sizes: Vec<Value> =
         generations(&runs).iter().map(|event| event["world_size"].clone()).collect();
     assert_eq!(sizes.last(), Some(&1.into()));
+    assert_close_to(&losses(&runs), &alone(&job.set(&[&steps])));
 }
 
 #[test]

@@ -437,7 +437,7 @@ impl TextDataConfig {
 /// Checks a fraction of rows for validation. Given `others` bring validation data of their own.
 ///
 /// # Errors
-/// If the fraction is not from 0 to 1, or above 0 beside a given key.
+/// If the fraction is below 0 or at least 1, or above 0 beside a given key.
 pub(crate) fn check_validation(fraction: f64, others: &[(&str, bool)]) -> Result<()> {
     if !(0.0..1.0).contains(&fraction) {
         return Err(Error::Config(format!(

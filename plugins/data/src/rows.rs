@@ -63,7 +63,7 @@ pub(crate) trait RowValue: DeserializeOwned {
     fn of(part: Part<'_, Self>) -> Self;
 }
 
-/// A part of a value.
+/// A value, or an element of it.
 pub(crate) enum Part<'a, V> {
     Text(&'a str),
     #[cfg(feature = "parquet")]

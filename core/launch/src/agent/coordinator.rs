@@ -28,7 +28,7 @@ const KEPT_STORES: usize = 3;
 /// How long agents are waited for that are asked to leave with another one: if all are, the job
 /// ends.
 const LEAVE_TOGETHER: Duration = Duration::from_secs(1);
-/// Time after which the coordinator says that nodes are missing.
+/// Time after which the coordinator says how many nodes are there.
 const SAYS_THAT_IT_WAITS: Duration = Duration::from_secs(5);
 /// How long a new agent must be there before an elastic job takes it in.
 const SETTLED: Duration = Duration::from_secs(1);
@@ -214,7 +214,7 @@ impl Coordinator {
     /// Returns the agents of the next attempt once there are enough, or the error message after a
     /// timeout.
     fn gather(&mut self, first: bool) -> Result<std::result::Result<Vec<(u64, Member)>, String>> {
-        let (began, mut enough, mut said) = (Instant::now(), None::<Instant>, false);
+        let (began, mut enough, mut said) = (Instant::now(), None::<Instant>, None);
         let (least, most) = (self.options.nodes.least, self.options.nodes.most);
         loop {
             self.look()?;
@@ -241,13 +241,14 @@ impl Coordinator {
                     hosts()
                 )));
             }
-            if enough.is_none() && !said && began.elapsed() >= SAYS_THAT_IT_WAITS {
-                said = true;
+            let waits = enough.is_none() && began.elapsed() >= SAYS_THAT_IT_WAITS;
+            if waits && said != Some(alive.len()) {
+                said = Some(alive.len());
                 print_message(&format!(
-                    "{} of {least} nodes are there{again}: {}. The job waits for the others, for {} s at most",
+                    "{} of {least} nodes are there{again}: {}. The job waits for the others, for {} s more at most",
                     alive.len(),
                     hosts(),
-                    self.options.join_timeout.as_secs()
+                    self.options.join_timeout.saturating_sub(began.elapsed()).as_secs()
                 ));
             }
             std::thread::sleep(POLL);

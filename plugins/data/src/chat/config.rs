@@ -40,18 +40,17 @@ pub struct ChatDataConfig {
     /// at least 0 and less than 1. By default 0.05, and 0 with `validation_path`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation_fraction: Option<f64>,
-    /// The treatment of a row without a conversation or an answer, or with one that the template
-    /// refuses: `"error"` ends the run, `"skip"` leaves the row out. The start of a run reports how
-    /// many were left out.
+    /// The treatment of a row without a conversation or an answer, or whose conversation the
+    /// template refuses: `"error"` ends the run, `"skip"` leaves the row out. The start of a run
+    /// reports how many were left out.
     #[default(OnError::Error)]
     pub on_error: OnError,
     /// A Hugging Face `tokenizer.json`, a folder with one, a repository in the local Hub cache, or
     /// `"bytes"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<String>,
-    /// The chat template: a file, or `"chatml"`. By default the
-    /// tokenizer's, from `chat_template.jinja`, `tokenizer_config.json` or `chat_template.json`
-    /// beside it.
+    /// The chat template: a file, or `"chatml"`. By default the tokenizer's, from
+    /// `chat_template.jinja`, `tokenizer_config.json` or `chat_template.json` beside it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub chat_template: Option<String>,
     /// Variables of the template, such as `{ enable_thinking = false }`.

@@ -45,7 +45,7 @@ pub struct PreferenceDataConfig {
     /// at least 0 and less than 1. By default 0.05, and 0 with `validation_path`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation_fraction: Option<f64>,
-    /// The treatment of a row without a preference, or with one that the template refuses:
+    /// The treatment of a row without a preference, or whose texts the template refuses:
     /// `"error"` ends the run, `"skip"` leaves the row out. The start of a run reports how many
     /// were left out.
     #[default(ChatDataConfig::default().on_error)]
@@ -54,9 +54,8 @@ pub struct PreferenceDataConfig {
     /// `"bytes"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<String>,
-    /// The chat template: a file, or `"chatml"`. By default the
-    /// tokenizer's, from `chat_template.jinja`, `tokenizer_config.json` or `chat_template.json`
-    /// beside it.
+    /// The chat template: a file, or `"chatml"`. By default the tokenizer's, from
+    /// `chat_template.jinja`, `tokenizer_config.json` or `chat_template.json` beside it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub chat_template: Option<String>,
     /// Variables of the template, such as `{ enable_thinking = false }`.

@@ -54,7 +54,7 @@ pub struct PromptDataConfig {
     /// Further columns that rewards get.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub columns: Vec<String>,
-    /// The treatment of a row without a prompt, or with one that the template refuses: `"error"`
+    /// The treatment of a row without a prompt, or whose prompt the template refuses: `"error"`
     /// ends the run, `"skip"` leaves the row out. The start of a run reports how many were left
     /// out.
     #[default(ChatDataConfig::default().on_error)]
@@ -63,9 +63,8 @@ pub struct PromptDataConfig {
     /// `"bytes"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<String>,
-    /// The chat template: a file, or `"chatml"`. By default the
-    /// tokenizer's, from `chat_template.jinja`, `tokenizer_config.json` or `chat_template.json`
-    /// beside it.
+    /// The chat template: a file, or `"chatml"`. By default the tokenizer's, from
+    /// `chat_template.jinja`, `tokenizer_config.json` or `chat_template.json` beside it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub chat_template: Option<String>,
     /// Variables of the template, such as `{ enable_thinking = false }`.

@@ -55,7 +55,7 @@ pub(super) struct LabelReader {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Scalar {
     Integer,
-    /// An integer below 0. It cannot be a class, but it can be one of several numbers.
+    /// An integer below 0: not a class, but a number if other labels have a decimal point.
     Negative,
     Number,
     Name,
