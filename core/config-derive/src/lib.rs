@@ -17,8 +17,8 @@
 //! }
 //! ```
 //!
-//! A struct with `#[default(…)]` on some of its fields is [`Default`] as well. Its other fields have
-//! the defaults of their types.
+//! A struct with `#[default(…)]` on some of its fields is [`Default`] as well. Its other fields
+//! have the defaults of their types.
 
 use proc_macro::{Delimiter, TokenStream, TokenTree};
 

@@ -21,8 +21,8 @@
 //!   for types without `deny_unknown_fields`.
 //! - [`PluginValue`] and [`plugin`] read a value that selects a plugin: `"name"` or
 //!   `{ type = "name", … }`.
-//! - [`Documented`](macro@Documented) derives a table's keys, their documentation and defaults, also
-//!   for the generated [`reference`](mod@reference).
+//! - [`Documented`](macro@Documented) derives a table's keys, their documentation and defaults,
+//!   also for the generated [`reference`](mod@reference).
 
 mod catalogue;
 mod declare;

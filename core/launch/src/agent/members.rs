@@ -99,8 +99,8 @@ impl Members {
         &self.lost_hosts
     }
 
-    /// Records newly joined agents, heartbeats, and lost agents. More agents count as lost only from
-    /// the next look on, so all decisions of a round are about the same agents.
+    /// Records newly joined agents, heartbeats, and lost agents. More agents count as lost only
+    /// from the next look on, so all decisions of a round are about the same agents.
     pub(super) fn look(&mut self) -> Result<()> {
         let come = self.store.add(keys::AGENTS, 0)?.unsigned_abs();
         for number in (0..come).filter(|number| !self.admitted.contains(number)).collect::<Vec<_>>()

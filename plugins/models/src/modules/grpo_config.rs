@@ -10,7 +10,7 @@ use crate::config::{ModelConfig, Reader};
 use crate::generation::{Generation, Sampling};
 
 /// The table `[model.grpo]`: how a model answers prompts, and how it learns from the rewards.
-/// Defaults are those of TRL's `GRPOConfig`.
+/// Defaults are as in TRL's `GRPOConfig`.
 ///
 /// ```toml
 /// [model.grpo]
