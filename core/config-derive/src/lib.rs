@@ -180,7 +180,7 @@ fn read_attribute(attribute: TokenStream, field: &mut Field) -> Result<(), Strin
         (Some("doc"), Some(TokenTree::Punct(_))) => {
             field.doc.extend(tokens.map(|token| token.to_string()));
         }
-        (Some("default"), Some(TokenTree::Group(group))) => {
+        (Some("default"), Some(TokenTree::Group(group))) if !group.stream().is_empty() => {
             field.default = Some(group.stream().to_string());
         }
         (Some("default"), _) => {
