@@ -131,7 +131,9 @@ mod linux {
     use serde::{Deserialize, Serialize};
 
     use super::{ACROSS_HOSTS, RegionLayout, Shm};
-    use crate::engine::{Board, Group, MappedRegion, Membership, MemoryOwner, Rendezvous, blame};
+    use crate::engine::{
+        self, Board, Identity, MappedRegion, MemoryOwner, Rendezvous, Settings, blame,
+    };
     use crate::memory::{self, Region, SEALS, SharedMemoryHandle, nonce};
     use crate::network::Messenger;
 
@@ -165,16 +167,14 @@ mod linux {
                 false => None,
             },
         };
-        let member = Membership {
+        let identity = Identity {
             key: format!("process_group/shm/{key}{build}"),
             name: "world".to_owned(),
             rank: own,
             global_ranks,
-            timeout: context.timeout,
-            chunk_bytes: config.chunk_bytes,
-            spins: None,
         };
-        Group::connect(Arc::new(host), member)
+        let (timeout, chunk_bytes) = (context.timeout, config.chunk_bytes);
+        engine::connect(Arc::new(host), identity, Settings { timeout, chunk_bytes, spins: None })
     }
 
     /// The leader's message to the other ranks of a group, through the store.

@@ -10,7 +10,7 @@ use candle_core::{DType, Tensor};
 use fulgurite_engine::collective::ProcessGroup;
 use fulgurite_error::{Error, Result};
 
-use crate::engine::{Board, Group, MappedRegion, Membership, MemoryOwner, Rendezvous};
+use crate::engine::{Board, Identity, MappedRegion, MemoryOwner, Rendezvous, Settings, connect};
 use crate::memory::{self, Region, RegionLayout, SharedMemoryHandle};
 
 /// Bytes of a rank's slot. Small, since tests have many groups with little data.
@@ -63,16 +63,13 @@ fn create(
 ) -> Result<Vec<Arc<dyn ProcessGroup>>> {
     (0..world_size)
         .map(|rank| {
-            let member = Membership {
+            let identity = Identity {
                 key: "world".to_owned(),
                 name: "world".to_owned(),
                 rank,
                 global_ranks: (0..world_size).collect(),
-                timeout,
-                chunk_bytes,
-                spins: None,
             };
-            Group::connect(rendezvous.clone(), member)
+            connect(rendezvous.clone(), identity, Settings { timeout, chunk_bytes, spins: None })
         })
         .collect()
 }

@@ -1,153 +1,108 @@
-//! [`Group`]: a rank's handle of a process group.
+//! [`Group`]: a rank's handle of a process group, over memory that the ranks share or a network.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
-use std::time::Duration;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::collective::{Collective, End, ProcessGroup, Solo, Work, check};
-use fulgurite_error::{Error, Result, advice};
+use fulgurite_error::{Error, Result};
 use twox_hash::XxHash3_64;
 
+use super::job_thread::{JobThread, RunJobs};
 use super::plan::Collective as EngineCollective;
-use super::queue::{Completion, Job, P2pTask, Queue, Task, Turn, work};
-use super::rendezvous::{MappedRegion, Rendezvous};
-use super::wait::{Failure, Shared};
-use super::worker::Worker;
-use crate::memory::RegionLayout;
-
-/// Number of times that the communication thread checks a flag before it sleeps: some tens of
-/// microseconds. More would take cycles from the computing threads.
-const SPINS: u32 = 2000;
-
-/// Number of times that a waiting caller checks a flag before it sleeps.
-///
-/// This must take longer than waking another rank. Otherwise a rank that has slept once is late for
-/// the next collective, so the others sleep there, and then the first rank sleeps again in the one
-/// after.
-const CALLERS_SPINS: u32 = 20_000;
+use super::queue::{Completion, P2pTask, Queue};
+use super::wait::Failure;
 
 /// The identity of a group, and this process's rank in it.
-pub(crate) struct Membership {
-    /// Unique among all groups that share a rendezvous.
+pub(crate) struct Identity {
+    /// Unique among all groups of the job.
     pub(crate) key: String,
     pub(crate) name: String,
     pub(crate) rank: usize,
     pub(crate) global_ranks: Vec<usize>,
-    pub(crate) timeout: Duration,
-    pub(crate) chunk_bytes: usize,
-    /// Whether a waiting rank spins before it sleeps. By default it does if each rank has a core.
-    /// A split group inherits the setting.
-    pub(crate) spins: Option<bool>,
 }
 
-/// A process group of this engine. Dropping it finishes started operations (for a few seconds at
-/// most) and joins the communication thread.
-pub(crate) struct Group {
-    shared: Arc<Shared>,
-    worker: Arc<Mutex<Worker>>,
-    thread: Option<JoinHandle<()>>,
-    rendezvous: Arc<dyn Rendezvous>,
-    key: String,
-    chunk_bytes: usize,
+impl Identity {
+    pub(crate) fn size(&self) -> usize {
+        self.global_ranks.len()
+    }
+
+    /// This process's global rank.
+    pub(crate) fn own_rank(&self) -> usize {
+        self.global_ranks[self.rank]
+    }
+
+    /// Returns the group, which needs no medium, if it has one member.
+    pub(crate) fn alone(&self) -> Option<Arc<dyn ProcessGroup>> {
+        let alone = || Arc::new(Solo::new(self.name.clone(), self.own_rank())) as _;
+        (self.size() == 1).then(alone)
+    }
+
+    /// Converts `failure` to an error of the operation `op`.
+    pub(crate) fn error(&self, op: &'static str, failure: Failure) -> Error {
+        failure.error(self.own_rank(), &self.name, op)
+    }
+}
+
+/// How the members of a group reach each other.
+pub(crate) trait Medium: Send + Sync + 'static {
+    type Worker: RunJobs;
+
+    fn identity(&self) -> &Identity;
+
+    /// The jobs that the worker runs.
+    fn queue(&self) -> &Arc<Queue>;
+
+    /// The transport's name, for people.
+    fn transport(&self) -> &str;
+
+    /// Starts a message.
+    fn message(&self, task: P2pTask) -> Result<Arc<Completion>>;
+
+    /// Makes the group of some of the members. Collective over them.
+    fn split(&self, identity: Identity) -> Result<Arc<dyn ProcessGroup>>;
+
+    /// Makes a flat CPU tensor of arbitrary values in memory that suits the medium, if it has some.
+    fn empty(&self, elements: usize, dtype: DType) -> Result<Option<Tensor>> {
+        let _ = (elements, dtype);
+        Ok(None)
+    }
+
+    fn abort(&self, reason: &str);
+
+    /// Returns the failure of the group, if this rank knows of one.
+    fn broken(&self) -> Option<Failure>;
+
+    /// Returns the failure of the group or of the job, even if only another rank has reported it so
+    /// far.
+    fn broken_anywhere(&self) -> Option<Failure>;
+
+    /// Tells waiting threads of this rank that the queue is closed, and ends messages.
+    fn close(&self);
+
+    /// Tells the other members that this rank's communication thread has ended.
+    fn leave(&self) {}
+}
+
+/// A process group. Dropping it finishes started operations (for a few seconds at most) and joins
+/// its threads.
+pub(crate) struct Group<M: Medium> {
+    medium: Arc<M>,
+    jobs: JobThread<M::Worker>,
     splits: AtomicU64,
 }
 
-impl Group {
-    /// Makes this rank's handle of the group. Collective, unless the rendezvous says otherwise.
-    pub(crate) fn connect(
-        rendezvous: Arc<dyn Rendezvous>,
-        member: Membership,
-    ) -> Result<Arc<dyn ProcessGroup>> {
-        let Membership { key, name, rank, global_ranks, timeout, chunk_bytes, spins } = member;
-        if global_ranks.len() == 1 {
-            return Ok(Arc::new(Solo::new(name, global_ranks[0])));
-        }
-        let size = global_ranks.len();
-        let layout = RegionLayout::new(size, chunk_bytes);
-        let leader = (rank != 0).then_some(global_ranks[0]);
-        let MappedRegion { region, file } = rendezvous.region(&key, leader, layout, timeout)?;
-        region.record(rank).pid.store(std::process::id(), Ordering::SeqCst);
-        if let Some(share) = rendezvous.share() {
-            let memory = &region.record(rank).memory;
-            memory.fd.store(share.fd, Ordering::SeqCst);
-            memory.len.store(share.len as u64, Ordering::SeqCst);
-            memory.nonce.store(share.nonce, Ordering::SeqCst);
-        }
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let shared = Arc::new(Shared {
-            board: rendezvous.board(&region, &global_ranks),
-            name,
-            rank,
-            global_ranks,
-            timeout,
-            region,
-            rendezvous: rendezvous.clone(),
-            queue: Queue::default(),
-            failure: Mutex::new(None),
-            spins: spins.unwrap_or(size <= cores),
-            reaches_all: AtomicBool::new(false),
-        });
-        let worker = Arc::new(Mutex::new(Worker::new(shared.clone())));
-        let thread = std::thread::Builder::new()
-            .name(format!("comm-{}", shared.name))
-            .spawn({
-                let (shared, worker) = (shared.clone(), worker.clone());
-                move || communicate(&shared, &worker)
-            })
-            .map_err(|e| {
-                Error::Launch(format!("starting a communication thread: {e}{}", advice(&e)))
-            })?;
-        let group = Self {
-            shared,
-            worker,
-            thread: Some(thread),
-            rendezvous,
-            key,
-            chunk_bytes,
-            splits: AtomicU64::new(0),
+impl<M: Medium> Group<M> {
+    /// Starts the communication thread.
+    pub(crate) fn new(medium: Arc<M>, worker: M::Worker) -> Result<Self> {
+        let name = format!("comm-{}", medium.identity().name);
+        let leave = {
+            let medium = medium.clone();
+            move || medium.leave()
         };
-        if group.rendezvous.must_meet() {
-            group.barrier()?.wait()?;
-            for (rank, &global) in group.shared.global_ranks.iter().enumerate() {
-                let pid = group.shared.region.record(rank).pid.load(Ordering::SeqCst);
-                group.rendezvous.watch(global, pid);
-            }
-        }
-        group.shared.reach_all();
-        // All ranks have mapped the region, so the file is no longer needed.
-        drop(file);
-        Ok(Arc::new(group))
-    }
-
-    /// Queues a task. With `wake`, wakes the communication thread.
-    fn push(
-        &self,
-        op: &'static str,
-        task: Task,
-        after: Option<Arc<dyn End>>,
-        wake: bool,
-    ) -> Result<Work> {
-        let shared = &self.shared;
-        if let Some(failure) = shared.broken() {
-            return Err(shared.error(op, failure));
-        }
-        let done = Arc::new(Completion::default());
-        let is_p2p = matches!(task, Task::P2p(_));
-        shared.queue.push(Job { task, after, done: done.clone() }, wake);
-        if is_p2p {
-            // A thread that waits for the progress of messages must take this one too.
-            shared.notify_self();
-        }
-        let (waits, worker) = (shared.clone(), self.worker.clone());
-        let finish = move |done: &Completion| match is_p2p {
-            true => done.wait(),
-            false => waits.queue.finish(done, |turn, job| run(&worker, turn, job, CALLERS_SPINS)),
-        };
-        let shared = shared.clone();
-        Ok(work(done, wake && !is_p2p, finish, move |failure| shared.error(op, failure)))
+        let jobs = JobThread::start(name, medium.queue().clone(), worker, leave)?;
+        Ok(Self { medium, jobs, splits: AtomicU64::new(0) })
     }
 
     fn start_collective(
@@ -156,29 +111,56 @@ impl Group {
         after: Option<Arc<dyn End>>,
         overlap: bool,
     ) -> Result<Work> {
-        self.push(collective.name(), Task::Collective(collective), after, overlap)
+        let op = collective.name();
+        self.alive(op)?;
+        let medium = self.medium.clone();
+        let error = move |failure| medium.identity().error(op, failure);
+        Ok(self.jobs.push(collective, after, overlap, error))
+    }
+
+    fn message(
+        &self,
+        op: &'static str,
+        tensor: &Tensor,
+        peer: usize,
+        sending: bool,
+    ) -> Result<Work> {
+        check::peer(self, op, peer)?;
+        check::tensor(self, op, "tensor", tensor)?;
+        self.alive(op)?;
+        let done = self.medium.message(P2pTask { sending, peer, tensor: tensor.clone() })?;
+        let medium = self.medium.clone();
+        let error = move |failure| medium.identity().error(op, failure);
+        Ok(Work::pending(move || done.wait().map_err(error)))
+    }
+
+    fn alive(&self, op: &'static str) -> Result<()> {
+        match self.medium.broken() {
+            Some(failure) => Err(self.medium.identity().error(op, failure)),
+            None => Ok(()),
+        }
     }
 }
 
-impl ProcessGroup for Group {
+impl<M: Medium> ProcessGroup for Group<M> {
     fn name(&self) -> &str {
-        &self.shared.name
+        &self.medium.identity().name
     }
 
     fn rank(&self) -> usize {
-        self.shared.rank
+        self.medium.identity().rank
     }
 
     fn size(&self) -> usize {
-        self.shared.size()
+        self.medium.identity().size()
     }
 
     fn transport(&self) -> String {
-        self.rendezvous.name().to_owned()
+        self.medium.transport().to_owned()
     }
 
     fn global_ranks(&self) -> &[usize] {
-        &self.shared.global_ranks
+        &self.medium.identity().global_ranks
     }
 
     fn start(&self, collective: Collective, overlap: bool) -> Result<Work> {
@@ -192,17 +174,11 @@ impl ProcessGroup for Group {
     }
 
     fn send(&self, tensor: &Tensor, dst: usize) -> Result<Work> {
-        check::peer(self, "send", dst)?;
-        check::tensor(self, "send", "tensor", tensor)?;
-        let task = P2pTask { sending: true, peer: dst, tensor: tensor.clone() };
-        self.push("send", Task::P2p(task), None, true)
+        self.message("send", tensor, dst, true)
     }
 
     fn recv(&self, tensor: &Tensor, src: usize) -> Result<Work> {
-        check::peer(self, "recv", src)?;
-        check::tensor(self, "recv", "tensor", tensor)?;
-        let task = P2pTask { sending: false, peer: src, tensor: tensor.clone() };
-        self.push("recv", Task::P2p(task), None, true)
+        self.message("recv", tensor, src, false)
     }
 
     fn split(&self, partition: &[Vec<usize>], name: &str) -> Result<Arc<dyn ProcessGroup>> {
@@ -210,62 +186,37 @@ impl ProcessGroup for Group {
         let agreed = XxHash3_64::oneshot(format!("{name}\0{partition:?}").as_bytes());
         self.start_collective(EngineCollective::Split(agreed), None, true)?.wait()?;
         let split = self.splits.fetch_add(1, Ordering::Relaxed);
-        let global = self.global_ranks();
-        let member = Membership {
-            key: format!("{}/{split}.{set}", self.key),
+        let Identity { key, global_ranks, .. } = self.medium.identity();
+        let part = Identity {
+            key: format!("{key}/{split}.{set}"),
             name: name.to_owned(),
             rank,
-            global_ranks: partition[set].iter().map(|&rank| global[rank]).collect(),
-            timeout: self.shared.timeout,
-            chunk_bytes: self.chunk_bytes,
-            spins: Some(self.shared.spins),
+            global_ranks: partition[set].iter().map(|&rank| global_ranks[rank]).collect(),
         };
-        Self::connect(self.rendezvous.clone(), member)
+        self.medium.split(part)
     }
 
     fn empty(&self, elements: usize, dtype: DType, device: &Device) -> Result<Tensor> {
-        let shared = match device {
-            Device::Cpu => self.rendezvous.empty(elements, dtype)?,
+        let suitable = match device {
+            Device::Cpu => self.medium.empty(elements, dtype)?,
             _ => None,
         };
-        shared.map_or_else(|| storage::unset(elements, dtype, device), Ok)
+        suitable.map_or_else(|| storage::unset(elements, dtype, device), Ok)
     }
 
     fn abort(&self, reason: &str) {
-        self.shared.region.abort(self.shared.rank, None, reason);
+        self.medium.abort(reason);
     }
 
     fn failure(&self) -> Option<Error> {
-        let of_job =
-            || self.rendezvous.failure().map(|(rank, message)| Failure::Peer { rank, message });
-        let failure = self.shared.broken().or_else(of_job)?;
-        Some(self.shared.error("failure", failure))
+        let failure = self.medium.broken_anywhere()?;
+        Some(self.medium.identity().error("failure", failure))
     }
 }
 
-/// The body of the communication thread. Returns when the group is dropped and all started
-/// operations have ended.
-fn communicate(shared: &Shared, worker: &Mutex<Worker>) {
-    while let Some((turn, job)) = shared.queue.next() {
-        run(worker, turn, job, SPINS);
-    }
-    shared.region.record(shared.rank).left.store(1, Ordering::SeqCst);
-    shared.region.notify_all();
-}
-
-/// Runs a job. Only the thread with the turn uses the worker, so the lock is free.
-fn run(worker: &Mutex<Worker>, turn: Turn<'_>, job: Job, spins: u32) {
-    worker.lock().expect("a worker catches panics").run(job, spins);
-    drop(turn);
-}
-
-impl Drop for Group {
+impl<M: Medium> Drop for Group<M> {
     fn drop(&mut self) {
-        self.shared.queue.close();
-        self.shared.notify_self();
-        if let Some(thread) = self.thread.take() {
-            // The thread catches panics; an error means that it has ended anyway.
-            let _ = thread.join();
-        }
+        self.medium.queue().close();
+        self.medium.close();
     }
 }

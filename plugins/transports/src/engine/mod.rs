@@ -1,8 +1,10 @@
-//! The engine of all process groups of this crate: collectives through a shared region.
+//! Process groups of any [`Medium`], and the engine of those over memory that ranks share.
 
 pub(crate) mod blame;
+mod connect;
 mod direct;
 mod group;
+mod job_thread;
 mod p2p;
 mod plan;
 mod queue;
@@ -13,9 +15,11 @@ mod wait;
 mod worker;
 
 pub(crate) use blame::Board;
-pub(crate) use group::{Group, Membership};
+pub(crate) use connect::{Settings, connect};
+pub(crate) use group::{Group, Identity, Medium};
+pub(crate) use job_thread::{JobThread, RunJobs};
 pub(crate) use plan::{Buffer, Collective, Fingerprint, bytes, dtype_code};
-pub(crate) use queue::{CLOSING, Completion, Job, Queue, Task, Turn, wait_for, work};
+pub(crate) use queue::{CLOSING, Completion, Job, P2pTask, Queue, Task, wait_for};
 pub(crate) use reduce::reduce;
 pub(crate) use rendezvous::{MappedRegion, MemoryOwner, Rendezvous};
 pub(crate) use stream::Stream;

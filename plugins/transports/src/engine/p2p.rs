@@ -80,7 +80,7 @@ impl Worker {
         let peers: Vec<usize> = messages.iter().map(|m| m.peer).collect();
         let describe = || {
             let list: Vec<String> =
-                peers.iter().map(|&p| shared.global_ranks[p].to_string()).collect();
+                peers.iter().map(|&p| shared.identity.global_ranks[p].to_string()).collect();
             format!("in messages to or from rank {}", list.join(", "))
         };
         let mut outcome = Ok(false);
@@ -143,7 +143,7 @@ fn step_all(shared: &Shared, messages: &mut [Message]) -> Result<bool, Failure> 
 
 /// Sends a chunk if there is room, or receives a chunk if one has arrived.
 fn step(shared: &Shared, message: &mut Message) -> Result<bool, Failure> {
-    let (region, me, peer) = (&shared.region, shared.rank, message.peer);
+    let (region, me, peer) = (&shared.region, shared.identity.rank, message.peer);
     let (src, dst) = if message.sending { (me, peer) } else { (peer, me) };
     let channel = region.channel(src, dst);
     let sent = channel.sent.0.load(Ordering::Acquire);
@@ -154,7 +154,7 @@ fn step(shared: &Shared, message: &mut Message) -> Result<bool, Failure> {
         return Err(Failure::Group(format!(
             "the shared memory is damaged: of the chunks between rank {} and this one {sent} were sent \
              and {received} received",
-            shared.global_ranks[peer]
+            shared.identity.global_ranks[peer]
         )));
     }
     let len = region.layout().p2p_chunk.min(message.total - message.offset);
@@ -193,7 +193,7 @@ fn step(shared: &Shared, message: &mut Message) -> Result<bool, Failure> {
             return Err(Failure::Group(format!(
                 "rank {} sent {} bytes of {}, and this rank receives {} bytes of {}; send and recv \
                  must match in pairs, in order",
-                shared.global_ranks[peer],
+                shared.identity.global_ranks[peer],
                 found.0,
                 sent.map_or("unknown dtype", |dtype| dtype.as_str()),
                 message.total,

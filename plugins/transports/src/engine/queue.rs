@@ -60,7 +60,7 @@ impl<F: Fn(Failure) -> Error + Send + Sync + 'static> End for Ended<F> {
 }
 
 /// Makes the work of a job, which `finish` waits for. A job that `overlaps` also gets an end.
-pub(crate) fn work<F, E>(done: Arc<Completion>, overlaps: bool, finish: F, error: E) -> Work
+pub(super) fn work<F, E>(done: Arc<Completion>, overlaps: bool, finish: F, error: E) -> Work
 where
     F: FnOnce(&Completion) -> Result<(), Failure> + Send + 'static,
     E: Fn(Failure) -> Error + Clone + Send + Sync + 'static,
@@ -124,7 +124,7 @@ struct State {
 }
 
 /// The right to run a job. The next job may start when this is dropped.
-pub(crate) struct Turn<'a>(&'a Queue);
+pub(super) struct Turn<'a>(&'a Queue);
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
@@ -170,7 +170,7 @@ impl Queue {
 
     /// Waits for the next job, on the communication thread. Returns `None` when the group was
     /// dropped and all jobs have ended.
-    pub(crate) fn next(&self) -> Option<(Turn<'_>, Job)> {
+    pub(super) fn next(&self) -> Option<(Turn<'_>, Job)> {
         let mut state = self.state();
         loop {
             if !state.busy {
@@ -188,7 +188,7 @@ impl Queue {
 
     /// Waits for a collective. While no other thread runs jobs, this thread runs them with `run`,
     /// up to the collective.
-    pub(crate) fn finish(
+    pub(super) fn finish(
         &self,
         done: &Completion,
         mut run: impl FnMut(Turn<'_>, Job),

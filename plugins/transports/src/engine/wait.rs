@@ -10,6 +10,7 @@ use fulgurite_error::Error;
 use fulgurite_launch::Patience;
 
 use super::blame::{self, Board, LongWait};
+use super::group::Identity;
 use super::plan::KINDS;
 use super::queue::Queue;
 use super::rendezvous::{MemoryOwner, Rendezvous};
@@ -37,6 +38,19 @@ pub(crate) enum Failure {
     Interrupted,
 }
 
+impl Failure {
+    /// Converts it to an error of the operation `op` of a group, on the global rank `rank`.
+    pub(crate) fn error(self, rank: usize, group: &str, op: &'static str) -> Error {
+        match self {
+            Self::Peer { rank, message } => Error::PeerFailed { rank, message },
+            Self::Interrupted => Error::Interrupted,
+            Self::Group(message) => {
+                Error::Collective { rank, group: group.to_owned(), op, message }
+            }
+        }
+    }
+}
+
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         match error {
@@ -55,15 +69,14 @@ impl From<candle_core::Error> for Failure {
 
 /// State shared by a group's handle and its communication thread.
 pub(crate) struct Shared {
-    pub(crate) name: String,
-    pub(crate) rank: usize,
-    pub(crate) global_ranks: Vec<usize>,
+    pub(crate) identity: Identity,
     pub(crate) timeout: Duration,
+    pub(crate) chunk_bytes: usize,
     pub(crate) region: Arc<Region>,
     /// Records which rank each rank waits for.
     pub(crate) board: Arc<Board>,
     pub(crate) rendezvous: Arc<dyn Rendezvous>,
-    pub(crate) queue: Queue,
+    pub(crate) queue: Arc<Queue>,
     /// The failure of the group, if it has failed.
     pub(crate) failure: Mutex<Option<Failure>>,
     /// Whether a waiting rank spins before it sleeps; by default, if each rank has a core.
@@ -74,16 +87,15 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    pub(crate) fn size(&self) -> usize {
-        self.global_ranks.len()
-    }
-
     /// Maps the shared memory of all ranks, after the first barrier.
     pub(crate) fn reach_all(&self) {
-        let reaches = (0..self.size()).all(|rank| match self.reach(rank, 0, 0) {
+        let reaches = (0..self.identity.size()).all(|rank| match self.reach(rank, 0, 0) {
             Ok(_) => true,
             Err(error) => {
-                tracing::debug!("collectives of `{}` copy through slots: {error}", self.name);
+                tracing::debug!(
+                    "collectives of `{}` copy through slots: {error}",
+                    self.identity.name
+                );
                 false
             }
         });
@@ -104,13 +116,13 @@ impl Shared {
             nonce: record.memory.nonce.load(Ordering::Relaxed),
         };
         let pid = record.pid.load(Ordering::Relaxed);
-        let owner = MemoryOwner { global_rank: self.global_ranks[rank], pid, share };
+        let owner = MemoryOwner { global_rank: self.identity.global_ranks[rank], pid, share };
         self.rendezvous.reach(owner, offset, len)
     }
 
     /// Makes a waiting thread of this rank check its condition again.
     pub(crate) fn notify_self(&self) {
-        notify(self.region.record(self.rank));
+        notify(self.region.record(self.identity.rank));
     }
 
     /// Returns the failure of the group, if it has failed.
@@ -123,28 +135,14 @@ impl Shared {
     /// other ranks.
     pub(crate) fn fail(&self, failure: &Failure) {
         match failure {
-            Failure::Group(message) => self.region.abort(self.rank, None, message),
-            Failure::Interrupted => self.region.abort(self.rank, None, "interrupted"),
+            Failure::Group(message) => self.region.abort(self.identity.rank, None, message),
+            Failure::Interrupted => self.region.abort(self.identity.rank, None, "interrupted"),
             Failure::Peer { rank, message } => {
-                self.region.abort(self.rank, Some(*rank), message);
+                self.region.abort(self.identity.rank, Some(*rank), message);
             }
         }
         let mut first = self.failure.lock().expect("no panic while failing");
         first.get_or_insert_with(|| failure.clone());
-    }
-
-    /// Converts `failure` to an error of the collective `op`.
-    pub(crate) fn error(&self, op: &'static str, failure: Failure) -> Error {
-        match failure {
-            Failure::Peer { rank, message } => Error::PeerFailed { rank, message },
-            Failure::Interrupted => Error::Interrupted,
-            Failure::Group(message) => Error::Collective {
-                rank: self.global_ranks[self.rank],
-                group: self.name.clone(),
-                op,
-                message,
-            },
-        }
     }
 
     fn aborted(&self) -> Option<Failure> {
@@ -157,8 +155,8 @@ impl Shared {
         if let Some(rank) = failed {
             return Some(Failure::Peer { rank, message: reason });
         }
-        Some(Failure::Group(match self.global_ranks.get(rank) {
-            Some(_) if rank == self.rank => reason,
+        Some(Failure::Group(match self.identity.global_ranks.get(rank) {
+            Some(_) if rank == self.identity.rank => reason,
             Some(rank) => format!("aborted by rank {rank}: {reason}"),
             None => format!("aborted: {reason}"),
         }))
@@ -195,7 +193,7 @@ impl Shared {
             }
         };
         loop {
-            let waker = Waker::new(self.region.record(self.rank));
+            let waker = Waker::new(self.region.record(self.identity.rank));
             if ready() {
                 over(told);
                 return Ok(());
@@ -216,7 +214,7 @@ impl Shared {
                 match missing().into_iter().find_map(|rank| Some((rank, self.gone(rank)?))) {
                     Some((rank, how)) => {
                         if now - *gone_since.get_or_insert(now) >= GRACE {
-                            let rank = self.global_ranks[rank];
+                            let rank = self.identity.global_ranks[rank];
                             let message = format!("{how} while {}", what());
                             return Err(Failure::Peer { rank, message });
                         }
@@ -224,8 +222,9 @@ impl Shared {
                     None => gone_since = None,
                 }
                 self.check_closing(&what)?;
-                if let Some(rank) = missing().first().map(|&rank| self.global_ranks[rank]) {
-                    let begin = || LongWait::begin(&self.board, self.global_ranks[self.rank], rank);
+                if let Some(rank) = missing().first().map(|&rank| self.identity.global_ranks[rank])
+                {
+                    let begin = || LongWait::begin(&self.board, self.identity.own_rank(), rank);
                     on_record.get_or_insert_with(begin).goes_on(rank);
                     if told != Some(rank) && now - began >= LONG {
                         told = Some(rank);
@@ -252,9 +251,9 @@ impl Shared {
     fn gone(&self, rank: usize) -> Option<String> {
         let record = self.region.record(rank);
         if record.left.load(Ordering::Acquire) != 0 {
-            return Some(format!("it left the process group `{}`", self.name));
+            return Some(format!("it left the process group `{}`", self.identity.name));
         }
-        if self.rendezvous.is_gone(self.global_ranks[rank]) {
+        if self.rendezvous.is_gone(self.identity.global_ranks[rank]) {
             let pid = record.pid.load(Ordering::Relaxed);
             return Some(format!("its process ({pid}) ended"));
         }
@@ -263,7 +262,7 @@ impl Shared {
 
     /// Describes a rank, its last collective and the rank that it waits for, for messages.
     fn last_seen(&self, rank: usize) -> String {
-        let global = self.global_ranks[rank];
+        let global = self.identity.global_ranks[rank];
         let record = self.region.record(rank);
         let waits = blame::describe(&blame::chain(&self.board, global));
         match record.begun.load(Ordering::Acquire) {
@@ -281,7 +280,7 @@ impl Shared {
         match self.queue.is_over() {
             true => Err(Failure::Group(format!(
                 "rank {} dropped the group while {}",
-                self.global_ranks[self.rank],
+                self.identity.own_rank(),
                 what(),
             ))),
             false => Ok(()),

@@ -9,6 +9,7 @@ use fulgurite_engine::autograd::storage::{with_bytes, with_bytes_mut};
 use fulgurite_engine::collective::RANKS_DIFFER;
 
 use super::direct::Direct;
+use super::job_thread::RunJobs;
 use super::plan::{Collective, CollectivePlan, Fingerprint};
 use super::queue::{Job, Task, wait_for};
 use super::reduce::reduce;
@@ -29,13 +30,8 @@ pub(crate) struct Worker {
     pub(super) spins: u32,
 }
 
-impl Worker {
-    pub(crate) fn new(shared: Arc<Shared>) -> Self {
-        Self { shared, sequence: 0, barriers: 0, chunks: 0, spins: 0 }
-    }
-
-    /// Runs a job on a thread that checks a flag `spins` times before it sleeps.
-    pub(crate) fn run(&mut self, job: Job, spins: u32) {
+impl RunJobs for Worker {
+    fn run(&mut self, job: Job, spins: u32) {
         self.spins = spins;
         let Job { task, after, done } = job;
         match task {
@@ -54,6 +50,12 @@ impl Worker {
             }
             Task::P2p(task) => self.run_p2p(task, done),
         }
+    }
+}
+
+impl Worker {
+    pub(crate) fn new(shared: Arc<Shared>) -> Self {
+        Self { shared, sequence: 0, barriers: 0, chunks: 0, spins: 0 }
     }
 
     /// Runs `f` unless the group has failed. A failure or panic in it fails the group.
@@ -77,7 +79,8 @@ impl Worker {
     fn collective(&mut self, collective: &Collective) -> Result<(), Failure> {
         let shared = self.shared.clone();
         let fingerprint = collective.fingerprint();
-        let Some(direct) = Direct::of(collective, shared.rank, shared.size())? else {
+        let Some(direct) = Direct::of(collective, shared.identity.rank, shared.identity.size())?
+        else {
             self.publish(&fingerprint, false);
             return self.through_slots(collective, &fingerprint, true);
         };
@@ -86,10 +89,12 @@ impl Worker {
         self.barrier_and_compare(&fingerprint)?;
         let buffer = self.buffer(0);
         self.chunks += 1;
-        if !(0..shared.size()).all(|rank| self.op(rank).direct.load(Ordering::Relaxed) == 1) {
+        if !(0..shared.identity.size())
+            .all(|rank| self.op(rank).direct.load(Ordering::Relaxed) == 1)
+        {
             return self.through_slots(collective, &fingerprint, false);
         }
-        direct.execute(shared.size(), |rank, exposed, len| {
+        direct.execute(shared.identity.size(), |rank, exposed, len| {
             let range = exposed * size_of::<u64>()..(exposed + 1) * size_of::<u64>();
             // SAFETY: its owner wrote it before the barrier, and writes it again BUFFERS
             // collectives or chunks later, after more barriers.
@@ -102,7 +107,7 @@ impl Worker {
     /// Writes the offsets of this rank's exposed tensors to its slot. Returns whether the other
     /// ranks can map the tensors.
     fn expose(&self, direct: &Direct) -> Result<bool, Failure> {
-        let (region, rank) = (&self.shared.region, self.shared.rank);
+        let (region, rank) = (&self.shared.region, self.shared.identity.rank);
         let Some(offsets) = direct.exposed_offsets(&*self.shared.rendezvous)? else {
             return Ok(false);
         };
@@ -125,7 +130,7 @@ impl Worker {
         fingerprint: &Fingerprint,
         compare: bool,
     ) -> Result<(), Failure> {
-        let plan = collective.plan(self.shared.rank, self.shared.region.layout())?;
+        let plan = collective.plan(self.shared.identity.rank, self.shared.region.layout())?;
         for phase in 0..plan.chunks + plan.stages - 1 {
             match phase {
                 0 => {}
@@ -152,7 +157,8 @@ impl Worker {
     }
 
     fn write(&self, plan: &CollectivePlan, chunk: usize) -> Result<(), Failure> {
-        let (region, rank, buffer) = (&self.shared.region, self.shared.rank, self.buffer(chunk));
+        let (region, rank, buffer) =
+            (&self.shared.region, self.shared.identity.rank, self.buffer(chunk));
         for write in &plan.writes {
             let portion = write.portion * plan.stride;
             for (index, from, to) in write.stream.chunk(chunk, plan.stride) {
@@ -169,7 +175,8 @@ impl Worker {
 
     fn reduce(&self, plan: &CollectivePlan, chunk: usize) -> Result<(), Failure> {
         let Some(reduction) = &plan.reduction else { return Ok(()) };
-        let (region, rank, buffer) = (&self.shared.region, self.shared.rank, self.buffer(chunk));
+        let (region, rank, buffer) =
+            (&self.shared.region, self.shared.identity.rank, self.buffer(chunk));
         let portion = rank * plan.stride;
         for (index, from, to) in reduction.own.chunk(chunk, plan.stride) {
             let range = portion + to.start..portion + to.end;
@@ -179,7 +186,7 @@ impl Worker {
             let out = unsafe { region.slot_mut(buffer, rank, range.clone()) };
             let host = &plan.buffers[index].host;
             with_bytes(host, |own| {
-                let sources: Vec<&[u8]> = (0..self.shared.size())
+                let sources: Vec<&[u8]> = (0..self.shared.identity.size())
                     .map(|peer| {
                         if peer == rank {
                             return &own[from.clone()];
@@ -216,7 +223,7 @@ impl Worker {
 
     /// Writes this rank's next collective to its record.
     fn publish(&mut self, fingerprint: &Fingerprint, direct: bool) {
-        let record = self.shared.region.record(self.shared.rank);
+        let record = self.shared.region.record(self.shared.identity.rank);
         let op = &record.ops[self.sequence as usize % 2];
         op.sequence.store(self.sequence, Ordering::Relaxed);
         op.kind.store(fingerprint.kind, Ordering::Relaxed);
@@ -243,16 +250,16 @@ impl Worker {
     /// Whether all ranks have arrived at this rank's current or last barrier.
     fn all_arrived(&self) -> bool {
         let arrivals = self.shared.region.header().arrivals.0.load(Ordering::SeqCst);
-        arrivals >= self.barriers * self.shared.size() as u64
+        arrivals >= self.barriers * self.shared.identity.size() as u64
     }
 
     /// Checks, after the first barrier, that all ranks are in the same collective.
     fn compare(&self, own: &Fingerprint) -> Result<(), Failure> {
         let shared = &self.shared;
         let sequence = self.sequence - 1;
-        let mut seen = Vec::with_capacity(shared.size());
+        let mut seen = Vec::with_capacity(shared.identity.size());
         let mut same = true;
-        for rank in 0..shared.size() {
+        for rank in 0..shared.identity.size() {
             let op = self.op(rank);
             let other = Fingerprint {
                 kind: op.kind.load(Ordering::Relaxed),
@@ -274,7 +281,7 @@ impl Worker {
                 exposed[0]
             )
         } else {
-            let ranks = shared.global_ranks.iter().zip(&exposed);
+            let ranks = shared.identity.global_ranks.iter().zip(&exposed);
             let list: Vec<String> = ranks.map(|(rank, op)| format!("rank {rank}: {op}")).collect();
             list.join("; ")
         };
@@ -294,7 +301,7 @@ impl Worker {
     fn barrier(&mut self, fingerprint: &Fingerprint) -> Result<(), Failure> {
         let shared = &*self.shared;
         let region = &shared.region;
-        let size = shared.size() as u64;
+        let size = shared.identity.size() as u64;
         self.barriers += 1;
         let all = self.barriers * size;
         let barriers = self.barriers;
@@ -303,11 +310,11 @@ impl Worker {
         if let Some(failure) = shared.broken() {
             return Err(failure);
         }
-        region.record(shared.rank).arrived.store(barriers, Ordering::Release);
+        region.record(shared.identity.rank).arrived.store(barriers, Ordering::Release);
         let arrivals = &region.header().arrivals.0;
         if arrivals.fetch_add(1, Ordering::SeqCst) + 1 == all {
-            (0..shared.size())
-                .filter(|&rank| rank != shared.rank)
+            (0..shared.identity.size())
+                .filter(|&rank| rank != shared.identity.rank)
                 .for_each(|rank| notify(region.record(rank)));
             return Ok(());
         }
@@ -317,7 +324,7 @@ impl Worker {
             || arrivals.load(Ordering::SeqCst) >= all,
             || {
                 let arrived = |rank: &usize| region.record(*rank).arrived.load(Ordering::Acquire);
-                (0..shared.size()).filter(|rank| arrived(rank) < barriers).collect()
+                (0..shared.identity.size()).filter(|rank| arrived(rank) < barriers).collect()
             },
             || format!("in {fingerprint} (collective {sequence} of this group)"),
         )

@@ -154,6 +154,8 @@ fn hosts(context: &GroupContext) -> Result<Vec<usize>> {
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
+
     use super::*;
 
     #[test]
@@ -162,8 +164,14 @@ mod tests {
         config("{}").check().unwrap();
         config(r#"{ "across": { "type": "tcp", "interface": "lo" } }"#).check().unwrap();
         let error = |json| config(json).check().unwrap_err().to_string();
-        insta::assert_snapshot!(error(r#"{ "across": "shm" }"#), @r#"trainer.process_group.across is `shm`; it must be a process group across hosts, such as "tcp""#);
-        insta::assert_snapshot!(error(r#"{ "across": "infiniband" }"#), @"unknown process_group `infiniband`; available: auto, shm, tcp. If a plugin crate provides `infiniband`, link it with `use that_crate as _;` in the program");
-        insta::assert_snapshot!(error(r#"{ "across": { "type": "tcp", "ports": [2, 1] } }"#), @"trainer.process_group.ports is [2, 1]; it must be the first and the last of a range of ports, from 1 on");
+        assert_says!(error(r#"{ "across": "shm" }"#), "trainer.process_group.across is `shm` …");
+        assert_says!(
+            error(r#"{ "across": "infiniband" }"#),
+            "unknown process_group `infiniband` …"
+        );
+        assert_says!(
+            error(r#"{ "across": { "type": "tcp", "ports": [2, 1] } }"#),
+            "trainer.process_group.ports is [2, 1] … first and the last … from 1 on"
+        );
     }
 }

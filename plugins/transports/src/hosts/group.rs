@@ -2,17 +2,16 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_engine::collective::{Collective, End, ProcessGroup, Work, check};
-use fulgurite_error::{Error, Result, advice};
+use fulgurite_error::{Error, Result};
 use fulgurite_launch::Patience;
 
 use super::levels::Levels;
 use super::placement::Placement;
-use crate::engine::{CLOSING, Completion, Failure, Job, Queue, Task, Turn, wait_for, work};
+use crate::engine::{CLOSING, Failure, Job, JobThread, Queue, RunJobs, Task, wait_for};
 
 /// Limit in bytes for collectives that use only the network, in one round.
 const SMALL: usize = 64 << 10;
@@ -32,20 +31,29 @@ pub(super) struct Parts {
 
 /// A process group of several hosts with several members on some of them.
 pub(super) struct Mixed {
+    /// Ends before the groups of `parts`.
+    levels: Option<InLevels>,
     parts: Parts,
     placement: Placement,
     name: String,
-    levels: Option<Arc<LevelsThread>>,
-    thread: Option<JoinHandle<()>>,
 }
 
-/// The thread of the collectives in levels.
-struct LevelsThread {
-    queue: Queue,
-    levels: Mutex<Levels>,
-    /// The two groups of the levels, and the group of all members. They fail together.
-    groups: [Arc<dyn ProcessGroup>; 3],
+/// The collectives in levels, on a thread of their own.
+struct InLevels {
+    queue: Arc<Queue>,
+    jobs: JobThread<LevelsWorker>,
+    groups: Arc<Groups>,
+}
+
+/// The two groups of the levels, and the group of all members. They fail together.
+struct Groups {
+    all: [Arc<dyn ProcessGroup>; 3],
     broken: Mutex<Option<Failure>>,
+}
+
+struct LevelsWorker {
+    levels: Levels,
+    groups: Arc<Groups>,
 }
 
 impl Mixed {
@@ -72,15 +80,14 @@ impl Mixed {
                 let local = parts.local.split(&[(0..per_host).collect()], name)?;
                 let groups = [local.clone(), rail.clone(), parts.across.clone()];
                 let levels = Levels::new(local, rail, placement.clone());
-                Some(LevelsThread::start(name, levels, groups)?)
+                Some(InLevels::start(name, levels, groups)?)
             }
         };
-        let (levels, thread) = levels.unzip();
-        Ok(Arc::new(Self { parts, placement, name: name.to_owned(), levels, thread }))
+        Ok(Arc::new(Self { levels, parts, placement, name: name.to_owned() }))
     }
 
     /// Returns the levels if a collective uses them. All members get the same answer.
-    fn in_levels(&self, collective: &Collective) -> Option<&Arc<LevelsThread>> {
+    fn in_levels(&self, collective: &Collective) -> Option<&InLevels> {
         let cpu = match collective {
             Collective::AllReduce { tensor, .. } | Collective::Broadcast { tensor, .. } => {
                 tensor.device().is_cpu()
@@ -98,61 +105,49 @@ impl Mixed {
     }
 }
 
-impl LevelsThread {
-    fn start(
-        name: &str,
-        levels: Levels,
-        groups: [Arc<dyn ProcessGroup>; 3],
-    ) -> Result<(Arc<Self>, JoinHandle<()>)> {
-        let (queue, levels, broken) = (Queue::default(), Mutex::new(levels), Mutex::default());
-        let this = Arc::new(Self { queue, levels, groups, broken });
-        let run = {
-            let this = this.clone();
-            move || {
-                while let Some((turn, job)) = this.queue.next() {
-                    this.run(job);
-                    drop(turn);
-                }
-            }
-        };
-        let thread = std::thread::Builder::new().name(format!("levels-{name}")).spawn(run);
-        let thread = thread.map_err(|e| {
-            Error::Launch(format!("starting a communication thread: {e}{}", advice(&e)))
-        })?;
-        Ok((this, thread))
+impl InLevels {
+    fn start(name: &str, levels: Levels, groups: [Arc<dyn ProcessGroup>; 3]) -> Result<Self> {
+        let groups = Arc::new(Groups { all: groups, broken: Mutex::default() });
+        let queue = Arc::<Queue>::default();
+        let worker = LevelsWorker { levels, groups: groups.clone() };
+        let jobs = JobThread::start(format!("levels-{name}"), queue.clone(), worker, || ())?;
+        Ok(Self { queue, jobs, groups })
     }
+}
 
-    /// Runs a job. Only the thread with the turn does, so the lock of the levels is free.
-    fn run(&self, job: Job) {
+impl RunJobs for LevelsWorker {
+    fn run(&mut self, job: Job, _: u32) {
         let Job { task, after, done } = job;
-        let result = match (&task, self.broken()) {
-            (_, Some(failure)) => Err(failure),
-            (Task::Collective(collective), None) => wait_for(after).and_then(|()| {
-                let mut levels = self.levels.lock().expect("panics are caught within");
-                match catch_unwind(AssertUnwindSafe(|| levels.run(collective))) {
-                    Ok(result) => result.map_err(failure),
-                    Err(panic) => {
-                        let message = crate::threads::panic_message(&*panic);
-                        Err(Failure::Group(format!("a collective panicked: {message}")))
+        let result =
+            match (&task, self.groups.broken()) {
+                (_, Some(failure)) => Err(failure),
+                (Task::Collective(collective), None) => wait_for(after).and_then(|()| {
+                    match catch_unwind(AssertUnwindSafe(|| self.levels.run(collective))) {
+                        Ok(result) => result.map_err(failure),
+                        Err(panic) => {
+                            let message = crate::threads::panic_message(&*panic);
+                            Err(Failure::Group(format!("a collective panicked: {message}")))
+                        }
                     }
+                }),
+                (Task::P2p(_), None) => {
+                    Err(Failure::Group("a message among the collectives".to_owned()))
                 }
-            }),
-            (Task::P2p(_), None) => {
-                Err(Failure::Group("a message among the collectives".to_owned()))
-            }
-        };
+            };
         match &result {
             // Release the tensors before telling the caller of the end.
             Ok(()) => drop(task),
             Err(failure) => {
-                self.fail(failure);
+                self.groups.fail(failure);
                 // Parts of the collective may still be under way.
                 std::mem::forget(task);
             }
         }
         done.set(result);
     }
+}
 
+impl Groups {
     fn broken(&self) -> Option<Failure> {
         self.broken.lock().expect("no panic while failing").clone()
     }
@@ -170,7 +165,7 @@ impl LevelsThread {
             Failure::Interrupted => "interrupted".to_owned(),
             Failure::Peer { rank, message } => format!("rank {rank} failed: {message}"),
         };
-        self.groups.iter().for_each(|group| group.abort(&reason));
+        self.all.iter().for_each(|group| group.abort(&reason));
     }
 }
 
@@ -185,7 +180,7 @@ fn failure(error: Error) -> Failure {
 impl Mixed {
     fn start_in_levels(
         &self,
-        levels: &Arc<LevelsThread>,
+        levels: &InLevels,
         collective: Collective,
         after: Option<Arc<dyn End>>,
         overlap: bool,
@@ -194,28 +189,11 @@ impl Mixed {
         let op = collective.name();
         let global_rank = self.global_ranks()[self.rank()];
         let group = self.name.clone();
-        let error = move |failure| match failure {
-            Failure::Peer { rank, message } => Error::PeerFailed { rank, message },
-            Failure::Interrupted => Error::Interrupted,
-            Failure::Group(message) => {
-                Error::Collective { rank: global_rank, group: group.clone(), op, message }
-            }
-        };
-        if let Some(failure) = levels.broken() {
+        let error = move |failure: Failure| failure.error(global_rank, &group, op);
+        if let Some(failure) = levels.groups.broken() {
             return Err(error(failure));
         }
-        let done = Arc::new(Completion::default());
-        let task = Task::Collective(collective.into());
-        levels.queue.push(Job { task, after, done: done.clone() }, overlap);
-        let levels = levels.clone();
-        let finish = move |done: &Completion| {
-            let run = |turn: Turn<'_>, job| {
-                levels.run(job);
-                drop(turn);
-            };
-            levels.queue.finish(done, run)
-        };
-        Ok(work(done, overlap, finish, error))
+        Ok(levels.jobs.push(collective.into(), after, overlap, error))
     }
 }
 
@@ -305,7 +283,7 @@ impl ProcessGroup for Mixed {
         self.parts.across.abort(reason);
         self.parts.local.abort(reason);
         if let Some(levels) = &self.levels {
-            levels.fail(&Failure::Group(reason.to_owned()));
+            levels.groups.fail(&Failure::Group(reason.to_owned()));
         }
     }
 
@@ -315,22 +293,16 @@ impl ProcessGroup for Mixed {
     }
 }
 
-impl Drop for Mixed {
+impl Drop for InLevels {
     fn drop(&mut self) {
-        if let Some(levels) = &self.levels {
-            levels.queue.close();
+        self.queue.close();
+        // Like any other group, limits the wait for operations that peers may never start.
+        let mut patience = Patience::new(CLOSING);
+        while !self.jobs.is_finished() && patience.slice().is_some() {
+            std::thread::sleep(Duration::from_millis(1));
         }
-        if let Some(thread) = self.thread.take() {
-            // Like any other group, limits the wait for operations that peers may never start.
-            let mut patience = Patience::new(CLOSING);
-            while !thread.is_finished() && patience.slice().is_some() {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            if let Some(levels) = self.levels.as_ref().filter(|_| !thread.is_finished()) {
-                levels.fail(&Failure::Group("the group was dropped".to_owned()));
-            }
-            // The thread catches panics; an error means that it has ended anyway.
-            let _ = thread.join();
+        if !self.jobs.is_finished() {
+            self.groups.fail(&Failure::Group("the group was dropped".to_owned()));
         }
     }
 }

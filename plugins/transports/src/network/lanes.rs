@@ -19,7 +19,7 @@ use fulgurite_error::{Error, Result, advice};
 use super::memory::Memory;
 use super::shared::{Greeting, Shared, Waiting};
 use super::wire::Wire;
-use crate::engine::{Buffer, Completion, Failure, dtype_code};
+use crate::engine::{Buffer, Completion, Failure, P2pTask, dtype_code};
 
 /// The lanes of a group, by member and by whether this rank sends.
 pub(super) struct Lanes {
@@ -38,12 +38,8 @@ impl Lanes {
     }
 
     /// Starts a message.
-    pub(super) fn push(
-        &self,
-        tensor: &Tensor,
-        peer: usize,
-        sending: bool,
-    ) -> Result<Arc<Completion>> {
+    pub(super) fn push(&self, task: P2pTask) -> Result<Arc<Completion>> {
+        let P2pTask { sending, peer, tensor } = task;
         let mut lanes = self.lanes.lock().expect("no panic while a lane is made");
         let lane = match lanes.entry((peer, sending)) {
             Entry::Occupied(lane) => lane.into_mut(),
@@ -51,7 +47,7 @@ impl Lanes {
         };
         let done = Arc::new(Completion::default());
         // The lane outlives its sender.
-        let _ = lane.messages.send((tensor.clone(), done.clone()));
+        let _ = lane.messages.send((tensor, done.clone()));
         Ok(done)
     }
 
@@ -81,7 +77,7 @@ impl Lanes {
 /// The body of a lane's thread.
 fn run(shared: &Shared, peer: usize, sending: bool, queue: &Receiver<(Tensor, Arc<Completion>)>) {
     // In the order of the group, which is the wire's numbering.
-    let members = [shared.rank.min(peer), shared.rank.max(peer)];
+    let members = [shared.identity.rank.min(peer), shared.identity.rank.max(peer)];
     let mut wire: Option<Box<dyn Wire>> = None;
     while let Ok((tensor, done)) = queue.recv() {
         let result = catch_unwind(AssertUnwindSafe(|| {
@@ -117,21 +113,22 @@ fn connect(
     peer: usize,
     sending: bool,
 ) -> Result<Box<dyn Wire>, Failure> {
-    let (from, to) = if sending { (shared.rank, peer) } else { (peer, shared.rank) };
-    let key = format!("{}/from{from}to{to}", shared.key);
-    let global = members.map(|member| shared.global_ranks[member]);
-    let own = usize::from(members[1] == shared.rank);
+    let (from, to) =
+        if sending { (shared.identity.rank, peer) } else { (peer, shared.identity.rank) };
+    let key = format!("{}/from{from}to{to}", shared.identity.key);
+    let global = members.map(|member| shared.identity.global_ranks[member]);
+    let own = usize::from(members[1] == shared.identity.rank);
     let wanted = || match shared.broken_anywhere() {
-        Some(failure) => Err(shared.error("connect", failure)),
+        Some(failure) => Err(shared.identity.error("connect", failure)),
         None if shared.queue.is_over() => {
             let dropped = Failure::Group("the group was dropped".to_owned());
-            Err(shared.error("connect", dropped))
+            Err(shared.identity.error("connect", dropped))
         }
         None => shared.store.give_up().map_or(Ok(()), Err),
     };
     let network = shared.network.clone();
     network.connect(&key, &global, own, shared.timeout, &wanted).map_err(|error| {
-        let rank = shared.global_ranks[peer];
+        let rank = shared.identity.global_ranks[peer];
         match (shared.broken_anywhere(), error) {
             (Some(failure), _) => failure,
             (None, Error::Launch(why)) => {
@@ -168,7 +165,7 @@ fn transfer(
     }
     let label_memory = Memory::of_bytes(bytemuck::bytes_of_mut(&mut *label));
     let member = usize::from(members[1] == peer);
-    let rank = shared.global_ranks[peer];
+    let rank = shared.identity.global_ranks[peer];
     let (op, direction) = if sending { ("send", "to") } else { ("recv", "from") };
     let what = || format!("in {op} of {} bytes {direction} rank {rank}", memory.len());
     let expected = Expected { own, rank };

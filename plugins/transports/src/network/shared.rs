@@ -7,13 +7,12 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use fulgurite_engine::collective::TIMED_OUT;
-use fulgurite_error::Error;
 use fulgurite_launch::{Patience, Store};
 
 use super::memory::Memory;
 use super::messenger::Messenger;
 use super::wire::{Network, Watch, WireError};
-use crate::engine::{Failure, Queue};
+use crate::engine::{Failure, Identity, Queue};
 
 /// Interval at which a waiting rank asks the store whether the group was aborted: first, and at
 /// most.
@@ -32,15 +31,11 @@ pub(super) struct Shared {
     messenger: Messenger,
     /// The group's failure as reported by another rank.
     told: Arc<Told>,
-    /// Unique among all groups of the job.
-    pub(super) key: String,
-    pub(super) name: String,
-    pub(super) rank: usize,
-    pub(super) global_ranks: Vec<usize>,
+    pub(super) identity: Identity,
     pub(super) timeout: Duration,
     /// Bytes of a round of a reduction, for all members together.
     pub(super) chunk_bytes: usize,
-    pub(super) queue: Queue,
+    pub(super) queue: Arc<Queue>,
     /// The failure of the group, if it has failed.
     failure: Mutex<Option<Failure>>,
 }
@@ -58,24 +53,15 @@ struct Told {
 type Abort = (usize, Option<usize>, String);
 
 impl Shared {
-    pub(super) fn new(
-        world: &World,
-        key: String,
-        name: String,
-        rank: usize,
-        global_ranks: Vec<usize>,
-    ) -> Self {
+    pub(super) fn new(world: &World, identity: Identity) -> Self {
         let World { network, store, messenger, timeout, chunk_bytes } = world.clone();
-        let (queue, failure) = (Queue::default(), Mutex::new(None));
+        let (queue, failure) = (Arc::default(), Mutex::new(None));
         Self {
             network,
             store,
             messenger,
             told: Arc::default(),
-            key,
-            name,
-            rank,
-            global_ranks,
+            identity,
             timeout,
             chunk_bytes,
             queue,
@@ -91,14 +77,6 @@ impl Shared {
             timeout: self.timeout,
             chunk_bytes: self.chunk_bytes,
         }
-    }
-
-    pub(super) fn size(&self) -> usize {
-        self.global_ranks.len()
-    }
-
-    pub(super) fn own_rank(&self) -> usize {
-        self.global_ranks[self.rank]
     }
 
     /// Returns the group's failure, if this rank knows of one.
@@ -120,9 +98,11 @@ impl Shared {
         *first = Some(failure.clone());
         drop(first);
         let abort: Abort = match failure {
-            Failure::Group(message) => (self.own_rank(), None, message.clone()),
-            Failure::Interrupted => (self.own_rank(), None, "interrupted".to_owned()),
-            Failure::Peer { rank, message } => (self.own_rank(), Some(*rank), message.clone()),
+            Failure::Group(message) => (self.identity.own_rank(), None, message.clone()),
+            Failure::Interrupted => (self.identity.own_rank(), None, "interrupted".to_owned()),
+            Failure::Peer { rank, message } => {
+                (self.identity.own_rank(), Some(*rank), message.clone())
+            }
         };
         if let Ok(abort) = serde_json::to_vec(&abort) {
             let key = self.abort_key();
@@ -133,7 +113,7 @@ impl Shared {
     }
 
     fn abort_key(&self) -> String {
-        format!("{}/aborted", self.key)
+        format!("{}/aborted", self.identity.key)
     }
 
     /// Returns the failure that another rank has reported, or the job's. With `ask_store` the store
@@ -157,20 +137,9 @@ impl Shared {
         let (by, failed, reason) = abort?;
         Some(match failed {
             Some(rank) => Failure::Peer { rank, message: reason },
-            None if by == self.own_rank() => Failure::Group(reason),
+            None if by == self.identity.own_rank() => Failure::Group(reason),
             None => Failure::Group(format!("aborted by rank {by}: {reason}")),
         })
-    }
-
-    /// Converts `failure` to an error of the operation `op`.
-    pub(super) fn error(&self, op: &'static str, failure: Failure) -> Error {
-        match failure {
-            Failure::Peer { rank, message } => Error::PeerFailed { rank, message },
-            Failure::Interrupted => Error::Interrupted,
-            Failure::Group(message) => {
-                Error::Collective { rank: self.own_rank(), group: self.name.clone(), op, message }
-            }
-        }
     }
 
     /// Returns the failure that ended an exchange with `members` (indices in the group).
@@ -197,7 +166,7 @@ impl Shared {
             }
             std::thread::sleep(slice.min(FIRST_ASK));
         }
-        let rank = self.global_ranks[member];
+        let rank = self.identity.global_ranks[member];
         let place = self.place(rank);
         let message = format!("its connection{place} ended ({why}), {what}");
         Failure::Peer { rank, message }
@@ -210,7 +179,7 @@ impl Shared {
 
     /// Formats `rank 3 (10.0.0.2), which waits for rank 5`.
     pub(super) fn describe_missing(&self, rank: usize) -> String {
-        let chain = self.messenger.chain(self.own_rank(), rank, CHAIN, GRACE);
+        let chain = self.messenger.chain(self.identity.own_rank(), rank, CHAIN, GRACE);
         let mut text = format!("rank {rank}{}", self.place(rank));
         chain[1..].iter().for_each(|rank| text.push_str(&format!(", which waits for rank {rank}")));
         text
@@ -284,10 +253,10 @@ impl<'a> Waiting<'a> {
     /// Tells other ranks which rank this rank waits for.
     fn record(&mut self, missing: &[usize]) {
         let Some(&first) = missing.first() else { return };
-        let awaited = self.shared.global_ranks[self.members[first]];
+        let awaited = self.shared.identity.global_ranks[self.members[first]];
         if self.on_record != Some(awaited) {
             self.on_record = Some(awaited);
-            self.shared.messenger.record_wait(self.shared.own_rank(), Some(awaited));
+            self.shared.messenger.record_wait(self.shared.identity.own_rank(), Some(awaited));
         }
     }
 }
@@ -326,7 +295,7 @@ impl Watch for Waiting<'_> {
             return self.end(Failure::Interrupted);
         }
         if shared.queue.is_over() {
-            let rank = shared.own_rank();
+            let rank = shared.identity.own_rank();
             let what = (self.what)();
             return self.end(Failure::Group(format!("rank {rank} dropped the group, {what}")));
         }
@@ -334,7 +303,8 @@ impl Watch for Waiting<'_> {
             self.record(missing);
         }
         if self.patience.slice().is_none() {
-            let ranks = missing.iter().map(|&member| shared.global_ranks[self.members[member]]);
+            let ranks =
+                missing.iter().map(|&member| shared.identity.global_ranks[self.members[member]]);
             let missing: Vec<String> = ranks.map(|rank| shared.describe_missing(rank)).collect();
             let failure = Failure::Group(format!(
                 "{TIMED_OUT} {:?}: {}, waited for {}",
@@ -353,7 +323,7 @@ impl Watch for Waiting<'_> {
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
         if self.on_record.is_some() {
-            self.shared.messenger.record_wait(self.shared.own_rank(), None);
+            self.shared.messenger.record_wait(self.shared.identity.own_rank(), None);
         }
     }
 }

@@ -12,10 +12,9 @@ use super::collectives::{self, Round};
 use super::memory::{Memory, Scratch};
 use super::shared::{Greeting, Shared, Waiting};
 use super::wire::{Incoming, Outgoing, Wire};
-use crate::engine::{Collective, Failure, Fingerprint, Job, Task, reduce, wait_for};
+use crate::engine::{Collective, Failure, Fingerprint, Job, RunJobs, Task, reduce, wait_for};
 
-/// Runs a rank's collectives and counts them. Only the thread with the
-/// [`Turn`](crate::engine::Turn) uses it.
+/// Runs a rank's collectives and counts them.
 pub(super) struct Worker {
     shared: Arc<Shared>,
     /// `None` once the group has failed, so that other ranks see its connections end.
@@ -26,13 +25,8 @@ pub(super) struct Worker {
     scratch: Scratch,
 }
 
-impl Worker {
-    pub(super) fn new(shared: Arc<Shared>, wire: Box<dyn Wire>) -> Self {
-        let members = (0..shared.size()).collect();
-        Self { shared, wire: Some(wire), members, sequence: 0, scratch: Scratch::default() }
-    }
-
-    pub(super) fn run(&mut self, job: Job) {
+impl RunJobs for Worker {
+    fn run(&mut self, job: Job, _: u32) {
         let Job { task, after, done } = job;
         let Task::Collective(collective) = task else {
             // Messages use their own lanes.
@@ -58,6 +52,13 @@ impl Worker {
         }
         done.set(result);
     }
+}
+
+impl Worker {
+    pub(super) fn new(shared: Arc<Shared>, wire: Box<dyn Wire>) -> Self {
+        let members = (0..shared.identity.size()).collect();
+        Self { shared, wire: Some(wire), members, sequence: 0, scratch: Scratch::default() }
+    }
 
     fn collective(&mut self, collective: &Collective) -> Result<(), Failure> {
         if let Some(failure) = self.shared.broken() {
@@ -73,8 +74,8 @@ impl Worker {
             members: &self.members,
             fingerprint: collective.fingerprint(),
             sequence: self.sequence,
-            said: vec![false; self.shared.size()],
-            heard: vec![false; self.shared.size()],
+            said: vec![false; self.shared.identity.size()],
+            heard: vec![false; self.shared.identity.size()],
             all_meet: !matches!(collective, Collective::Broadcast(..)),
         };
         collectives::run(&mut operation, collective, &mut self.scratch)
@@ -110,11 +111,11 @@ struct Hello {
 
 impl Operation<'_> {
     pub(super) fn rank(&self) -> usize {
-        self.shared.rank
+        self.shared.identity.rank
     }
 
     pub(super) fn size(&self) -> usize {
-        self.shared.size()
+        self.shared.identity.size()
     }
 
     pub(super) fn chunk_bytes(&self) -> usize {
@@ -203,8 +204,8 @@ impl Greeting for Compared<'_> {
                  partition)"
             ),
             false => {
-                let rank = self.shared.global_ranks[member];
-                format!("rank {}: {mine}; rank {rank}: {other}", self.shared.own_rank())
+                let rank = self.shared.identity.global_ranks[member];
+                format!("rank {}: {mine}; rank {rank}: {other}", self.shared.identity.own_rank())
             }
         };
         let (here, there) = (self.own.sequence, sequence);
