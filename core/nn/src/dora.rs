@@ -7,11 +7,12 @@ use super::backend::to_accumulation_dtype;
 use super::dropout::Mask;
 use super::gradients::add_to;
 use super::kernels::matmul::{self, InputGrad};
+use super::kernels::output_factors;
 use super::lora::{Lora, drop_elements};
 use super::product::{Product, ProductBackward};
 use super::weight::Weight;
 use crate::Result;
-use fulgurite_engine::autograd::save_for_backward;
+use fulgurite_engine::autograd::{save_for_backward, storage};
 use fulgurite_engine::module::{Adapters, ModuleBuilder, adapters_are_off};
 use fulgurite_engine::parallel::LayerHandle;
 use fulgurite_engine::parameter::{Parameter, accumulation_dtype};
@@ -64,12 +65,9 @@ impl DoraProduct {
         grad: &Tensor,
         into: InputGrad,
     ) -> Result<Option<Tensor>> {
-        if self.magnitude.takes_grad() {
-            let terms = (to_accumulation_dtype(grad)? * to_accumulation_dtype(product)?)?;
-            matmul::bias_grad(&self.magnitude, &terms.broadcast_mul(inverse)?)?;
-        }
+        output_factors::factor_grad(&self.magnitude, grad, product, inverse)?;
         let mask = mask.as_ref();
-        let scaled = grad.broadcast_mul(factor)?;
+        let scaled = output_factors::scale(grad, factor)?;
         let weight = self.weight.value()?;
         let dx = if mask.is_none() {
             if let Some(weight) = self.weight.trained() {
@@ -123,7 +121,7 @@ impl Product for DoraProduct {
         let base = matmul::linear(&dropped, weight, None)?;
         let change = matmul::linear(&lora.inner(&dropped)?, &lora.b.value()?, None)?;
         let product = add_to(change, &base)?;
-        let y = product.broadcast_mul(&factor)?;
+        let y = output_factors::scale(&product, &factor)?;
         let y = match (&mask, bias) {
             (Some(_), bias) => (matmul::linear(x, weight, bias)? + (y - base)?)?,
             (None, Some(bias)) => y.broadcast_add(bias)?,
@@ -148,7 +146,12 @@ fn inverse_norms(lora: &Lora, weight: &Tensor) -> Result<Tensor> {
     let mut squares = Vec::with_capacity(outputs.div_ceil(rows));
     for start in (0..outputs).step_by(rows) {
         let n = rows.min(outputs - start);
-        let own = weight.narrow(0, start, n)?.to_dtype(dtype)?.copy()?;
+        let own = weight.narrow(0, start, n)?;
+        // `input_grad` adds to it in place.
+        let own = match own.dtype() == dtype {
+            true => own.force_contiguous()?,
+            false => storage::cast(&own, dtype)?,
+        };
         let b = b.narrow(0, start, n)?.contiguous()?;
         if let Some(adapted) = matmul::input_grad(&b, &a, InputGrad::AddTo(own))? {
             squares.push(adapted.sqr()?.sum(1)?);

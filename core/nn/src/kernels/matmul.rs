@@ -1,5 +1,7 @@
 //! Products with a weight of shape `[out, in]`. `x` is `[.., in]`, results are `[.., out]`.
 
+use std::ops::Range;
+
 use candle_core::{D, DType, Device, Tensor};
 use half::bf16;
 use rayon::prelude::*;
@@ -45,7 +47,8 @@ impl InputGrad {
     }
 }
 
-fn rows(x: &Tensor) -> Result<(usize, usize)> {
+/// Returns the number of rows and their width.
+pub(super) fn rows(x: &Tensor) -> Result<(usize, usize)> {
     let width = x.dim(D::Minus1)?;
     Ok((x.elem_count() / width.max(1), width))
 }
@@ -359,12 +362,27 @@ fn column_sums<T: Float>(out: &mut [T], grad: &[T], add: bool) {
     if skips_pass(size_of_val(grad)) {
         return;
     }
-    let width = out.len().max(1);
-    let sums: Vec<Vec<T>> = grad
-        .par_chunks(rows_per_piece(grad.len() / width) * width)
-        .map(|rows| {
-            let mut sum = vec![T::ZERO; width];
-            add_rows(&mut sum, rows);
+    let width = out.len();
+    add_column_sums(out, grad.len() / width.max(1), add, |rows, sum| {
+        add_rows(sum, &grad[rows.start * width..rows.end * width]);
+    });
+}
+
+/// Adds sums over rows to `out`, or stores them there. `add_rows_of` adds a range of the rows to its
+/// slice, which is as long as `out`. The sums of the ranges are added in order. The caller records
+/// the pass.
+pub(super) fn add_column_sums<T: Float>(
+    out: &mut [T],
+    rows: usize,
+    add: bool,
+    add_rows_of: impl Fn(Range<usize>, &mut [T]) + Sync,
+) {
+    let piece = rows_per_piece(rows);
+    let sums: Vec<Vec<T>> = (0..rows.div_ceil(piece))
+        .into_par_iter()
+        .map(|i| {
+            let mut sum = vec![T::ZERO; out.len()];
+            add_rows_of(i * piece..rows.min((i + 1) * piece), &mut sum);
             sum
         })
         .collect();

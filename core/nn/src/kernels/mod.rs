@@ -23,6 +23,7 @@ pub(super) mod masked_attention;
 mod masked_attention_host;
 pub(super) mod matmul;
 pub(super) mod norm;
+pub(super) mod output_factors;
 pub(super) mod pooling;
 pub(super) mod recurrent;
 pub(super) mod rope;
