@@ -107,26 +107,6 @@ impl Suite<'_> {
         Ok(())
     }
 
-    /// The guard switches synchronisation off, and restores the previous state, nested or not.
-    pub(super) fn no_sync_guard(&self, fabric: &Fabric) -> Result<()> {
-        let sync = || fabric.synchronises_backward();
-        let mut seen = vec![sync()];
-        {
-            let _outer = fabric.no_backward_sync(true);
-            seen.push(sync());
-            {
-                let _inner = fabric.no_backward_sync(false);
-                seen.push(sync());
-            }
-            seen.push(sync());
-        }
-        seen.push(sync());
-        self.ensure(
-            seen == [true, false, true, false, true],
-            format!("no_backward_sync() does not restore what it found: {seen:?}"),
-        )
-    }
-
     /// After a backward with synchronisation: gradients exist, with the shapes of the local values.
     pub(super) fn gradients(&self, fabric: &Fabric) -> Result<()> {
         for parameter in fabric.module_tree()?.parameters() {

@@ -115,7 +115,6 @@ impl Suite<'_> {
         self.initial_values(&fabric)?;
         self.values_outside_units(&fabric, "after setup")?;
         self.state_tensors(&fabric, &mut optimizer)?;
-        self.no_sync_guard(&fabric)?;
         self.loss_without_graph(&fabric, &model, share)?;
         let before = self.local_values(&fabric)?;
         let mut found = Vec::with_capacity(STEPS);

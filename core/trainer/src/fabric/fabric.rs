@@ -441,12 +441,6 @@ impl Fabric {
         self.runtime.no_backward_sync(enabled)
     }
 
-    /// Whether the next backward reduces gradients over ranks; false under
-    /// [`no_backward_sync`](Self::no_backward_sync).
-    pub fn synchronises_backward(&self) -> bool {
-        self.runtime.synchronises()
-    }
-
     /// Returns the step's loss and count over all ranks and micro-batches.
     ///
     /// Also sums each of `flags` over the ranks. The first call of a step is collective; later

@@ -5,6 +5,7 @@ mod audit;
 mod buffers;
 mod checkpoints;
 mod magnitudes;
+mod no_sync;
 mod pipeline;
 #[expect(clippy::module_inception, reason = "the runtime is the module's subject")]
 mod runtime;
@@ -13,7 +14,7 @@ mod totals;
 
 pub use audit::UnusedParameters;
 pub use buffers::SyncBuffers;
-pub use runtime::NoSyncGuard;
+pub use no_sync::NoSyncGuard;
 pub(crate) use runtime::SamplerShare;
 pub(crate) use runtime::StrategyRuntime;
 pub(crate) use step::DeviceSums;

@@ -9,6 +9,7 @@ use candle_core::{DType, Device, Tensor};
 use super::UnusedParameters;
 use super::buffers::SyncBuffers;
 use super::magnitudes::Magnitudes;
+use super::no_sync::NoSyncGuard;
 use super::step::StepState;
 use crate::profiler::{Phase, Profiler};
 use crate::{Error, Result};
@@ -276,13 +277,12 @@ impl StrategyRuntime {
     }
 
     /// Whether the next backward reduces gradients over ranks.
-    pub(crate) fn synchronises(&self) -> bool {
+    fn synchronises(&self) -> bool {
         self.synchronise.load(Ordering::Relaxed)
     }
 
     pub(crate) fn no_backward_sync(&self, enabled: bool) -> NoSyncGuard {
-        let previous = self.synchronise.swap(!enabled, Ordering::Relaxed);
-        NoSyncGuard { synchronise: self.synchronise.clone(), previous }
+        NoSyncGuard::set(&self.synchronise, !enabled)
     }
 
     /// See [`Fabric::backward`](crate::fabric::Fabric::backward).
@@ -512,20 +512,5 @@ pub(super) fn explain_difference(error: Error) -> Error {
             Error::Collective { rank, group, op, message }
         }
         error => error,
-    }
-}
-
-/// Restores the setting before
-/// [`Fabric::no_backward_sync`](crate::fabric::Fabric::no_backward_sync) when dropped.
-#[must_use = "gradients are synchronised again as soon as the guard is dropped"]
-#[derive(Debug)]
-pub struct NoSyncGuard {
-    synchronise: Arc<AtomicBool>,
-    previous: bool,
-}
-
-impl Drop for NoSyncGuard {
-    fn drop(&mut self) {
-        self.synchronise.store(self.previous, Ordering::Relaxed);
     }
 }
