@@ -15,7 +15,7 @@ mod server;
 use std::io::Write as _;
 use std::net::TcpListener;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -142,6 +142,8 @@ impl Serve {
             max_new_tokens: self.max_new_tokens,
             max_waiting: self.max_waiting,
             queue,
+            waiting: AtomicUsize::new(0),
+            computing: AtomicBool::new(false),
             connections: AtomicUsize::new(0),
             answered: AtomicU64::new(0),
         });
@@ -169,8 +171,16 @@ impl Serve {
 fn serve(mut answerer: Answerer, jobs: Receiver<Job>, server: &Server) {
     while interruption().is_none() {
         match jobs.recv_timeout(LOOK) {
-            Ok(job) if answerer.answer(&job).is_err() => break,
-            Ok(_) | Err(RecvTimeoutError::Timeout) => {}
+            Ok(job) => {
+                server.computing.store(true, Ordering::Relaxed);
+                server.waiting.fetch_sub(1, Ordering::Relaxed);
+                let answered = answerer.answer(&job);
+                server.computing.store(false, Ordering::Relaxed);
+                if answered.is_err() {
+                    break;
+                }
+            }
+            Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => break,
         }
     }

@@ -43,6 +43,10 @@ pub(super) struct Server {
     pub(super) max_new_tokens: usize,
     pub(super) max_waiting: usize,
     pub(super) queue: SyncSender<Job>,
+    /// Requests in the queue.
+    pub(super) waiting: AtomicUsize,
+    /// Whether a request is being answered.
+    pub(super) computing: AtomicBool,
     pub(super) connections: AtomicUsize,
     pub(super) answered: AtomicU64,
 }
@@ -158,8 +162,14 @@ impl Server {
             ("/v1/models", _) => Ok(Route::Value(json!({ "object": "list", "data": [model()] }))),
             ("/v1/completions", _) => Ok(Route::Text(Api::Completions)),
             ("/v1/chat/completions", _) => Ok(Route::Text(Api::Chat)),
-            _ => Ok(Route::Value(json!({ "status": "ok" }))),
+            _ => Ok(Route::Value(self.health())),
         }
+    }
+
+    fn health(&self) -> Value {
+        let computing = self.computing.load(Ordering::Relaxed);
+        let waiting = self.waiting.load(Ordering::Relaxed);
+        json!({ "status": "ok", "computing": computing, "waiting": waiting })
     }
 
     /// Lets the thread that computes continue a text.
@@ -179,13 +189,16 @@ impl Server {
         let gone = Arc::new(AtomicBool::new(false));
         let stream = request.stream;
         let job = Job { request, form, events, gone: gone.clone() };
-        match self.queue.try_send(job) {
-            Ok(()) => {}
-            Err(TrySendError::Full(_)) => {
-                let waiting = format!("{} requests wait already", self.max_waiting);
-                return fail(connection, &busy(&waiting));
-            }
-            Err(TrySendError::Disconnected(_)) => return fail(connection, &ApiError::ending()),
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+        if let Err(refused) = self.queue.try_send(job) {
+            self.waiting.fetch_sub(1, Ordering::Relaxed);
+            let error = match refused {
+                TrySendError::Full(_) => {
+                    busy(&format!("{} requests wait already", self.max_waiting))
+                }
+                TrySendError::Disconnected(_) => ApiError::ending(),
+            };
+            return fail(connection, &error);
         }
         deliver(&receiver, connection, stream);
         gone.store(true, Ordering::Relaxed);
