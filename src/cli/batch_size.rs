@@ -308,6 +308,8 @@ impl Search {
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
+
     use super::*;
 
     /// Searches with runs that take 100 MiB plus `mib_a_sample` per sample, on `samples` samples.
@@ -359,8 +361,8 @@ mod tests {
         };
         let found = run(5).unwrap();
         assert_eq!((found.largest().unwrap().size, found.end), (4, End::Failure));
-        insta::assert_snapshot!(run(1).unwrap_err(), @"--find-batch-size: the run with one sample failed (1); what it says is above");
+        assert_says!(run(1).unwrap_err(), "--find-batch-size … one sample failed (1) …");
         let none = sizes(50.0, 1.0, 1e9).1;
-        insta::assert_snapshot!(none.text("data.batch_size", 50.0), @"not even one sample fits into 50 MiB");
+        assert_says!(none.text("data.batch_size", 50.0), "not even one sample fits into 50 MiB");
     }
 }

@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::Path;
 
+use fulgurite_test_message::assert_says;
 use insta::assert_snapshot;
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -57,17 +58,35 @@ fn variables_with_mistakes_are_named() {
         let message = scratch.small().env(name, value).fail();
         message.split(" (the keys of").next().unwrap().to_owned()
     };
-    assert_snapshot!(error("FULGURITE_TRAINER__MAX_STEP", "5"), @"error: FULGURITE_TRAINER__MAX_STEP: unknown key `trainer.max_step`; did you mean `max_steps`?");
-    assert_snapshot!(error("FULGURITE_TRAINR__MAX_STEPS", "5"), @"error: FULGURITE_TRAINR__MAX_STEPS: unknown key `trainr`; did you mean `trainer`? (the keys at the top level are seed, module, model, data, optimizer, scheduler, trainer, checkpoint)");
-    assert_snapshot!(error("FULGURITE_TRAINER__ACCUMULATE_GRAD_BATCHES", "many"), @r#"error: FULGURITE_TRAINER__ACCUMULATE_GRAD_BATCHES: `trainer.accumulate_grad_batches`: expected an integer, at least 0, found the string "many""#);
-    assert_snapshot!(error("FULGURITE_TRAINER__LOGGERS", "[csv]"), @"error: FULGURITE_TRAINER__LOGGERS: string values must be quoted, expected literal string; strings inside lists and tables need quotes");
-    assert_snapshot!(error("FULGURITE_TRAINER_MAX_STEPS", "5"), @"error: the variable FULGURITE_TRAINER_MAX_STEPS has no effect; did you mean FULGURITE_TRAINER__MAX_STEPS? (In a variable two underscores stand for the point of a key.)");
-    assert_snapshot!(error("FULGURITE_DATA_SEQ_LEN", "5"), @"error: the variable FULGURITE_DATA_SEQ_LEN has no effect; did you mean FULGURITE_DATA__SEQ_LEN? (In a variable two underscores stand for the point of a key.)");
+    assert_says!(
+        error("FULGURITE_TRAINER__MAX_STEP", "5"),
+        "error: FULGURITE_TRAINER__MAX_STEP: unknown key … `max_steps`?"
+    );
+    assert_says!(
+        error("FULGURITE_TRAINR__MAX_STEPS", "5"),
+        "error: FULGURITE_TRAINR__MAX_STEPS: unknown key `trainr` … `trainer`? …"
+    );
+    assert_says!(
+        error("FULGURITE_TRAINER__ACCUMULATE_GRAD_BATCHES", "many"),
+        r#"error: FULGURITE_TRAINER__ACCUMULATE_GRAD_BATCHES … an integer … string "many""#
+    );
+    assert_says!(
+        error("FULGURITE_TRAINER__LOGGERS", "[csv]"),
+        "error: FULGURITE_TRAINER__LOGGERS: … lists … need quotes"
+    );
+    assert_says!(
+        error("FULGURITE_TRAINER_MAX_STEPS", "5"),
+        "error: the variable FULGURITE_TRAINER_MAX_STEPS … mean FULGURITE_TRAINER__MAX_STEPS? …"
+    );
+    assert_says!(
+        error("FULGURITE_DATA_SEQ_LEN", "5"),
+        "error: the variable FULGURITE_DATA_SEQ_LEN … mean FULGURITE_DATA__SEQ_LEN? …"
+    );
     // The variable may belong to another program: one process of the job warns.
     let run = scratch.small().on("ddp", 2, 1).env("FULGURITE_HOME_PAGE", "x").succeed();
     let warned = run.stderr.lines().filter(|line| line.contains("FULGURITE_HOME_PAGE"));
     assert_eq!(warned.count(), 1, "{}", run.stderr);
-    assert_snapshot!(error("FULGURITE_TRAINER__", "5"), @"error: FULGURITE_TRAINER__: a part of the key is empty; expected FULGURITE_TABLE__KEY, such as FULGURITE_TRAINER__MAX_STEPS");
+    assert_says!(error("FULGURITE_TRAINER__", "5"), "error: FULGURITE_TRAINER__: … key is empty …");
 }
 
 #[test]
@@ -81,10 +100,19 @@ fn configuration_is_checked_without_a_run() {
         scratch.job(&args.iter().map(String::as_str).collect::<Vec<_>>())
     };
     assert_eq!(check(&[]).succeed().stdout, "the configuration can be run, on 2 ranks\n");
-    assert_snapshot!(check(&["model.num_key_value_heads=3"]).fail(), @"error: `model.num_key_value_heads`: must divide num_attention_heads = 2, found 3");
-    assert_snapshot!(check(&["trainer.strategy=single_device"]).fail(), @"error: device mesh: strategy `single_device` runs on one rank, the world size is 2; set `trainer.devices = 1`, or choose `ddp` or `fsdp`");
-    assert_snapshot!(check(&["trainer.process_group={ type = 'shm', chunk_bytes = 1 }"]).fail(), @"error: trainer.process_group.chunk_bytes is 1; it must be between 4096 (4 KiB) and 1073741824 (1 GiB)");
-    assert_snapshot!(check(&["optimizer.eps=3.5e38"]).fail(), @"error: optimizer.eps must be a number of zero or more and at most 3.4028235e38, the largest of f32, got 3.5e38");
+    assert_says!(
+        check(&["model.num_key_value_heads=3"]).fail(),
+        "error: `model.num_key_value_heads`: must divide num_attention_heads = 2, found 3"
+    );
+    assert_says!(
+        check(&["trainer.strategy=single_device"]).fail(),
+        "error: device mesh … `single_device` … world size is 2 … `trainer.devices = 1` …"
+    );
+    assert_says!(
+        check(&["trainer.process_group={ type = 'shm', chunk_bytes = 1 }"]).fail(),
+        "error: trainer.process_group.chunk_bytes is 1 … between 4096 … 1073741824 …"
+    );
+    assert_says!(check(&["optimizer.eps=3.5e38"]).fail(), "error: optimizer.eps … f32, got 3.5e38");
     // Settings that only training needs do not matter to an evaluation.
     check(&["optimizer.eps=3.5e38"]).args(&["--purpose", "evaluate"]).succeed();
     assert_eq!(files(&scratch), ["tokens.u16"]);
@@ -363,18 +391,21 @@ fn batch_size_search_leaves_nothing() {
     assert!(said.contains("(twice as many are more than the training data)"), "{said}");
 
     let error = |args: &[&str]| scratch.small().args(args).fail();
-    assert_snapshot!(error(&["--find-batch-size=data.samples"]), @"error: --find-batch-size: --set data.samples=1: unknown key `data.samples` (the keys of `data` are type, path, mixture, text_key, on_error, tokenizer, eos_token, add_bos_token, bos_token, cache_dir, seq_len, stride, separate_documents, batch_size, shuffle, validation_fraction, validation_path, validation_sets, token_dtype, vocab_size). Name the key of the number of samples in a batch: --find-batch-size=KEY");
-    assert_snapshot!(error(&["--find-batch-size", "--set", "model.hidden_size=0"]), @"error: --find-batch-size: --set model.hidden_size=0: `model.hidden_size`: expected an integer from 1 to 1048576, found 0");
+    assert_says!(error(&["--find-batch-size=data.samples"]), "error: … unknown … `data.samples` …");
+    assert_says!(
+        error(&["--find-batch-size", "--set", "model.hidden_size=0"]),
+        "error: --find-batch-size: --set model.hidden_size=0 … from 1 to 1048576, found 0"
+    );
 }
 
 #[test]
 fn invalid_sweep_starts_no_run() {
     let scratch = Scratch::with_tokens();
     let error = |sweep: &str| scratch.small().args(&["--sweep", sweep]).fail();
-    assert_snapshot!(error("optimizer.eps=1e-8,3.5e38"), @"error: --sweep, optimizer.eps=3.5e38: optimizer.eps must be a number of zero or more and at most 3.4028235e38, the largest of f32, got 3.5e38");
-    assert_snapshot!(error("optimizer.lr"), @"error: --sweep optimizer.lr: there is no `=`; expected KEY=VALUE,VALUE, such as optimizer.lr=1e-3,3e-3");
-    assert_snapshot!(error("optimizer.lr=1e-3,"), @"error: --sweep optimizer.lr=1e-3,: a value is missing; expected KEY=VALUE,VALUE, such as optimizer.lr=1e-3,3e-3");
-    assert_snapshot!(error("optimizer.rate=1e-3"), @"error: --sweep, optimizer.rate=1e-3: unknown key `optimizer.rate` (the keys of `optimizer` are lr, betas, eps, weight_decay, no_decay, groups, state_dtype)");
+    assert_says!(error("optimizer.eps=1e-8,3.5e38"), "error: --sweep … optimizer.eps … got 3.5e38");
+    assert_says!(error("optimizer.lr"), "error: --sweep optimizer.lr … no `=` … KEY=VALUE,VALUE …");
+    assert_says!(error("optimizer.lr=1e-3,"), "error: --sweep optimizer.lr=1e-3, … is missing …");
+    assert_says!(error("optimizer.rate=1e-3"), "error: --sweep … unknown key `optimizer.rate` …");
     assert_eq!(files(&scratch), ["tokens.u16"]);
     // A failing run does not stop the other runs.
     let diverging = scratch.small().args(&["--sweep", "optimizer.lr=1e30,1e-3"]).run();

@@ -15,37 +15,10 @@ use fulgurite::prelude::*;
 use fulgurite_transports::run_ranks;
 use serde::{Deserialize, Serialize};
 
-use crate::toy::{Events, NoKeys};
+use crate::toy::{Events, NoKeys, Rows, WIDTH};
 
-const WIDTH: usize = 8;
 const ON: &str = "trainer.late_reads=true";
 const OFF: &str = "trainer.late_reads=false";
-
-/// 24 rows in batches of 4.
-struct Rows;
-
-impl DataModule for Rows {
-    type Config = NoKeys;
-    type Batch = Tensor;
-
-    fn setup(_: &NoKeys, _: &DataContext) -> Result<Self> {
-        Ok(Self)
-    }
-
-    fn batch_size(_: &NoKeys) -> usize {
-        4
-    }
-
-    fn len(&self, _: Split) -> u64 {
-        24
-    }
-
-    fn batch(&self, _: Split, indices: &[u64], device: &Device) -> Result<Tensor> {
-        let value = |row: u64, column| ((row * 31 + column * 7) % 23) as f32 / 23.0 - 0.5;
-        let rows = indices.iter().flat_map(|&row| (0..WIDTH as u64).map(move |c| value(row, c)));
-        Ok(Tensor::from_vec(rows.collect::<Vec<_>>(), (indices.len(), WIDTH), device)?)
-    }
-}
 
 /// A fault in one step, on the last two ranks, because tensor-parallel ranks share one loss.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]

@@ -8,14 +8,11 @@ use fulgurite::core::nn::{BatchNorm, Dropout, SwiGluMlp};
 use fulgurite::core::run::RunConfig;
 use fulgurite::core::trainer::Event;
 use fulgurite::prelude::*;
+use fulgurite_test_message::assert_says;
 use fulgurite_transports::run_ranks;
-use insta::assert_snapshot;
 use serde::{Deserialize, Serialize};
 
-use crate::toy::{Events, NoKeys};
-
-/// Features per sample.
-const WIDTH: usize = 8;
+use crate::toy::{Events, Rows, WIDTH};
 
 /// Simulates a rank that runs out of memory in a step.
 #[derive(Debug, Clone, Copy)]
@@ -73,32 +70,6 @@ impl CustomOp1 for Hungry {
     fn bwd(&self, x: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
         self.run(x.dim(0)?, true)?;
         Ok(Some(grad.clone()))
-    }
-}
-
-/// 24 rows in batches of 4.
-struct Rows;
-
-impl DataModule for Rows {
-    type Config = NoKeys;
-    type Batch = Tensor;
-
-    fn setup(_: &NoKeys, _: &DataContext) -> Result<Self> {
-        Ok(Self)
-    }
-
-    fn batch_size(_: &NoKeys) -> usize {
-        4
-    }
-
-    fn len(&self, _: Split) -> u64 {
-        24
-    }
-
-    fn batch(&self, _: Split, indices: &[u64], device: &Device) -> Result<Tensor> {
-        let value = |row: u64, column| ((row * 31 + column * 7) % 23) as f32 / 23.0 - 0.5;
-        let rows = indices.iter().flat_map(|&row| (0..WIDTH as u64).map(move |c| value(row, c)));
-        Ok(Tensor::from_vec(rows.collect::<Vec<_>>(), (indices.len(), WIDTH), device)?)
     }
 }
 
@@ -300,6 +271,12 @@ fn unsplittable_batch_is_explained() {
     let why = "rank 1 has no memory left in step 2, and a micro-batch of one sample cannot be smaller: shard the \
                model over more ranks, or set `trainer.activation_checkpointing`";
     assert!(message.contains(why), "{message}");
-    assert_snapshot!(error(&["trainer.micro_batch_size=3"], &[]), @"`trainer.micro_batch_size`: must divide the 4 samples of a batch, found 3");
-    assert_snapshot!(error(&["trainer.micro_batch_size=0"], &[]), @r#"--set trainer.micro_batch_size=0: `trainer.micro_batch_size`: expected a number of samples, at least 1, or "auto", found `0`"#);
+    assert_says!(
+        error(&["trainer.micro_batch_size=3"], &[]),
+        "`trainer.micro_batch_size`: must divide the 4 … found 3"
+    );
+    assert_says!(
+        error(&["trainer.micro_batch_size=0"], &[]),
+        r#"--set trainer.micro_batch_size=0 … samples, at least 1, or "auto", found `0`"#
+    );
 }

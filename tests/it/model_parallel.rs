@@ -1,6 +1,8 @@
 //! Meshes of real processes: the losses of one device, checkpoints between meshes, plans from
 //! configuration files, and errors for misfit sizes.
 
+use fulgurite_test_message::assert_says;
+
 use crate::program::{Job, Scratch, assert_close};
 
 /// Strategy, number of ranks, and number of ranks with different data.
@@ -246,15 +248,30 @@ fn sizes_that_do_not_fit() {
         }
     };
     let odd = ["data.seq_len=7"];
-    insta::assert_snapshot!(error("model_parallel.data_parallel_size=2,tensor_parallel_size=2", 3, &[]), @"device mesh: the sizes `data_parallel_shard_size=2`, `data_parallel_replicate_size=1`, `context_parallel_size=1`, `tensor_parallel_size=2` multiplied (4) should equal the world size (3); change them, or `trainer.devices` × `trainer.num_nodes`. `data_parallel_size` is `data_parallel_replicate_size` times `data_parallel_shard_size`");
-    insta::assert_snapshot!(error("model_parallel.tensor_parallel_size=2", 3, &[]), @"device mesh: the sizes `data_parallel_shard_size=auto`, `data_parallel_replicate_size=1`, `context_parallel_size=1`, `tensor_parallel_size=2` multiplied (2) should divide the world size (3); change them, or `trainer.devices` × `trainer.num_nodes`");
-    insta::assert_snapshot!(error("model_parallel.data_parallel_size=2,data_parallel_shard_size=2", 4, &[]), @"`trainer.strategy` has both `data_parallel_size` and `data_parallel_shard_size`; keep one: the first is the second times `data_parallel_replicate_size`");
-    insta::assert_snapshot!(error("hsdp", 2, &[]), @"strategy `hsdp` needs `data_parallel_replicate_size` (the number of replicas, for instance of hosts) or `data_parallel_shard_size` (of ranks that share one)");
-    insta::assert_snapshot!(error("model_parallel.tensor_paralel_size=2", 2, &[]), @"unknown key `trainer.strategy.tensor_paralel_size`; did you mean `tensor_parallel_size`?");
-    insta::assert_snapshot!(error("tp.tensor_parallel_size=\"all\"", 2, &[]), @r#"`trainer.strategy.tensor_parallel_size`: expected a number of ranks, "auto" or "rest", found the string "all""#);
-    insta::assert_snapshot!(error("tp", 3, &[]), @"module `model.layers.0.self_attn`: 2 attention heads are not divisible by tensor_parallel_size 3; choose a size that divides them");
-    insta::assert_snapshot!(error(MESHES[7].0, 2, &odd), @"a rank failed: module `model.embed_tokens`: sequence parallelism cannot cut a sequence of 7 positions over 2 ranks of `tensor_parallel`; use a length that is a multiple of 2 (in training_step of step 1)");
-    insta::assert_snapshot!(error(MESHES[3].0, 2, &odd), @"a rank failed: data: train samples 53, 27: context parallelism cannot cut a sequence of 7 positions: each of the 2 ranks of `context_parallel` takes two chunks of equal length; use a length that is a multiple of 4");
+    assert_says!(
+        error("model_parallel.data_parallel_size=2,tensor_parallel_size=2", 3, &[]),
+        "device mesh … multiplied (4) should equal … size (3) … `trainer.devices` …"
+    );
+    assert_says!(
+        error("model_parallel.tensor_parallel_size=2", 3, &[]),
+        "device mesh … multiplied (2) should divide … size (3) … `trainer.devices` …"
+    );
+    assert_says!(
+        error("model_parallel.data_parallel_size=2,data_parallel_shard_size=2", 4, &[]),
+        "`trainer.strategy` has both `data_parallel_size` … `data_parallel_shard_size` …"
+    );
+    assert_says!(error("hsdp", 2, &[]), "strategy `hsdp` needs `data_parallel_replicate_size` …");
+    assert_says!(
+        error("model_parallel.tensor_paralel_size=2", 2, &[]),
+        "unknown key `trainer.strategy.tensor_paralel_size` … `tensor_parallel_size`?"
+    );
+    assert_says!(
+        error("tp.tensor_parallel_size=\"all\"", 2, &[]),
+        r#"`trainer.strategy.tensor_parallel_size` … "auto" or "rest" … string "all""#
+    );
+    assert_says!(error("tp", 3, &[]), "module `model.layers.0.self_attn`: 2 … not divisible … 3 …");
+    assert_says!(error(MESHES[7].0, 2, &odd), "a rank failed … sequence parallelism … of 7 …");
+    assert_says!(error(MESHES[3].0, 2, &odd), "a rank failed: data … context parallelism … of 7 …");
 }
 
 #[test]

@@ -7,6 +7,7 @@ use fulgurite::core::config::ConfigLayers;
 use fulgurite::core::run::RunConfig;
 use fulgurite::core::trainer::{OptimizerSetup, Optimizers};
 use fulgurite::prelude::*;
+use fulgurite_test_message::assert_says;
 use fulgurite_transports::run_ranks;
 
 use crate::program::{Job, Run, Running, Scratch};
@@ -182,7 +183,7 @@ fn errors_of<M: LightningModule<Config = NoKeys, Data = Numbers>>(
 fn all_ranks_get_the_same_error() {
     let errors = errors(|_, trainer| trainer, ["optimizer.weight_decay=0.5", "optimizer.lr=0.5"]);
     assert_eq!(errors[0], errors[1]);
-    insta::assert_snapshot!(errors[0], @r#"the ranks differ in the configuration: `optimizer.lr` is 0.001 on rank 0 and 0.5 on rank 1; `optimizer.weight_decay` is 0.5 on rank 0 and 0.01 on rank 1. Start all ranks with the same configuration and the same program; keys that may differ between hosts are in the book, under "What is checked, and what is not""#);
+    assert_says!(errors[0], "the ranks differ … `optimizer.lr` is 0.001 … 0.5 on rank 1 …");
 }
 
 #[test]

@@ -9,6 +9,7 @@ use fulgurite::core::nn::Linear;
 use fulgurite::core::run::RunConfig;
 use fulgurite::core::trainer::Event;
 use fulgurite::prelude::*;
+use fulgurite_test_message::assert_says;
 use serde::{Deserialize, Serialize};
 
 use crate::toy::{Events, Numbers};
@@ -158,7 +159,7 @@ fn reserved_names_are_refused() {
             assert!(error.contains("under this name; choose another"), "{error}");
         }
     }
-    insta::assert_snapshot!(fit_error(&["model.logs=\"samples_per_s\""]), @"logging `samples_per_s`: the trainer logs how many items a second there are under this name; choose another, or leave it to the trainer");
+    assert_says!(fit_error(&["model.logs=\"samples_per_s\""]), "logging `samples_per_s` … logs …");
 }
 
 #[test]
@@ -251,7 +252,7 @@ fn subtree_is_frozen_by_its_path() {
         let names: Vec<&str> = tree.trainable().map(|p| p.fqn()).collect();
         assert_eq!(names, ["head.weight", "head.bias"], "{path}");
     }
-    insta::assert_snapshot!(fit_error(&["trainer.freeze=[\"encoders\"]"]), @"`trainer.freeze`: no parameter matches `encoders`; there is model.encoder.weight, and so on. A pattern names segments that follow each other anywhere in a path, and means everything under them too; `*` stands for any part of a segment, and a dot in front for the root");
+    assert_says!(fit_error(&["trainer.freeze=[\"encoders\"]"]), "`trainer.freeze` … `encoders` …");
 }
 
 /// 22 stars and a letter that never occurs: backtracking would not terminate.

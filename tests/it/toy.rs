@@ -1,4 +1,4 @@
-//! A small data set, and a sink that records events.
+//! Small data sets, and a sink that records events.
 
 #![allow(unreachable_pub, reason = "what other modules use reads best with plain `pub`")]
 
@@ -43,6 +43,35 @@ impl DataModule for Numbers {
         };
         let numbers: Vec<f32> = indices.iter().map(|&i| shift + i as f32 / 10.0).collect();
         Ok(Tensor::from_vec(numbers, (indices.len(), 1), device)?)
+    }
+}
+
+/// Features per row of [`Rows`].
+pub const WIDTH: usize = 8;
+
+/// 24 rows in batches of 4.
+pub struct Rows;
+
+impl DataModule for Rows {
+    type Config = NoKeys;
+    type Batch = Tensor;
+
+    fn setup(_: &NoKeys, _: &DataContext) -> Result<Self> {
+        Ok(Self)
+    }
+
+    fn batch_size(_: &NoKeys) -> usize {
+        4
+    }
+
+    fn len(&self, _: Split) -> u64 {
+        24
+    }
+
+    fn batch(&self, _: Split, indices: &[u64], device: &Device) -> Result<Tensor> {
+        let value = |row: u64, column| ((row * 31 + column * 7) % 23) as f32 / 23.0 - 0.5;
+        let rows = indices.iter().flat_map(|&row| (0..WIDTH as u64).map(move |c| value(row, c)));
+        Ok(Tensor::from_vec(rows.collect::<Vec<_>>(), (indices.len(), WIDTH), device)?)
     }
 }
 

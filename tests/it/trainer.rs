@@ -8,6 +8,7 @@ use fulgurite::core::run::RunConfig;
 use fulgurite::core::trainer::{Event, RunStatus, SavedState};
 use fulgurite::core::{Error, Result};
 use fulgurite::prelude::*;
+use fulgurite_test_message::assert_says;
 use serde::{Deserialize, Serialize};
 
 use crate::toy::Events;
@@ -347,7 +348,7 @@ fn hooks_of_resumed_and_failing_runs() {
     notes.lock().unwrap().clear();
     let trainer = Trainer::default().with_callback(recorder(Some(2)));
     let error = trainer.fit::<Double>(&run(3, true)).unwrap_err();
-    insta::assert_snapshot!(error, @"a callback had enough");
+    assert_says!(error, "a callback had enough");
     insta::assert_snapshot!(notes.lock().unwrap().join("\n"), @r#"
     setup 0/0
       module: setup
@@ -512,6 +513,6 @@ fn single_rank_trainer_refuses_several_ranks() {
         let run = RunConfig::<DoubleConfig, NumbersConfig>::from_layers(layers).unwrap();
         Trainer::default().fit::<Double>(&run).unwrap_err().to_string()
     };
-    insta::assert_snapshot!(refusal("trainer.devices=2"), @"`trainer.devices` = 2: `Trainer::default()` trains in this process alone. Start the ranks with `let connection = run.trainer.connect()?;`, and train with `Trainer::new(connection.world.clone())`");
-    insta::assert_snapshot!(refusal("trainer.num_nodes=3"), @"`trainer.num_nodes` = 3: `Trainer::default()` trains in this process alone. Start the ranks with `let connection = run.trainer.connect()?;`, and train with `Trainer::new(connection.world.clone())`");
+    assert_says!(refusal("trainer.devices=2"), "`trainer.devices` = 2 … this process alone …");
+    assert_says!(refusal("trainer.num_nodes=3"), "`trainer.num_nodes` = 3 … this process alone …");
 }

@@ -10,6 +10,7 @@ use fulgurite::core::shard::Region;
 use fulgurite::core::trainer::Event;
 use fulgurite::prelude::*;
 use fulgurite_checkpoint_local::LocalDirectory;
+use fulgurite_test_message::assert_says;
 use fulgurite_transports::run_ranks;
 
 use crate::toy::{Events, NoKeys, Numbers, SAMPLES};
@@ -227,12 +228,15 @@ fn mistakes_with_averages_are_explained() {
         let dir = tempfile::tempdir().unwrap();
         fit_in(dir.path(), 1, &format!("{SWA}{keys}")).err().unwrap().to_string()
     };
-    insta::assert_snapshot!(error("trainer.max_epochs = 2"), @"`trainer.callbacks`, stochastic_weight_averaging: `swa_epoch_start`: the run has 2 epochs, counted from 0, so that none is averaged from epoch 2 on");
-    insta::assert_snapshot!(error("trainer.max_epochs = 4\ntrainer.ema_decay = 0.9"), @"`trainer.ema_decay`: a callback keeps another average of the weights, and there can be one; leave out one of the two");
+    assert_says!(error("trainer.max_epochs = 2"), "… `swa_epoch_start` … 2 epochs … epoch 2 on");
+    assert_says!(
+        error("trainer.max_epochs = 4\ntrainer.ema_decay = 0.9"),
+        "`trainer.ema_decay`: a callback keeps another average … can be one …"
+    );
     let dir = tempfile::tempdir().unwrap();
     let twice = SWA.replace("}]", "}, { type = 'stochastic_weight_averaging', swa_lrs = 0.1 }]");
     let twice = fit_in(dir.path(), 1, &format!("{twice}trainer.max_epochs = 4"));
-    insta::assert_snapshot!(twice.err().unwrap(), @"`trainer.callbacks`, stochastic_weight_averaging: another callback keeps an average of the weights, and there can be one");
+    assert_says!(twice.err().unwrap(), "`trainer.callbacks` … another callback keeps an average …");
     // The first two epochs do not count for the average.
     let saving = format!("{SWA}trainer.max_epochs = 3\ncheckpoint.every_n_steps = 4");
     fit_in(dir.path(), 1, &saving).unwrap();
@@ -241,9 +245,9 @@ fn mistakes_with_averages_are_explained() {
     let io = LocalDirectory::new(dir.path());
     let early = tools::convert(&kept, &io, "early", &options, &mut |_| {}).unwrap_err().to_string();
     let (_, message) = early.split_once("4: ").unwrap();
-    insta::assert_snapshot!(message, @"it was saved before anything was averaged; take a later checkpoint, or the weights themselves");
+    assert_says!(message, "it was saved before anything was averaged … later checkpoint …");
     let dir = tempfile::tempdir().unwrap();
     let endless = SWA.replace("swa_epoch_start = 2", "swa_epoch_start = 0.5");
     let endless = fit_in(dir.path(), 1, &format!("{endless}trainer.max_time = '00:00:00:30'"));
-    insta::assert_snapshot!(endless.err().unwrap(), @"`trainer.callbacks`, stochastic_weight_averaging: `swa_epoch_start`: a part of a run needs the run's length, and it has no `max_epochs` or `max_steps`; give an epoch, such as `swa_epoch_start = 8`");
+    assert_says!(endless.err().unwrap(), "… `swa_epoch_start` … no `max_epochs` or `max_steps` …");
 }

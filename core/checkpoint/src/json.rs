@@ -61,6 +61,7 @@ fn with_quoted_numbers(text: &[u8]) -> Option<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use fulgurite_test_message::assert_says;
     use serde_json::Value;
 
     fn read(bytes: &[u8]) -> Result<Value, String> {
@@ -91,11 +92,11 @@ mod tests {
     fn other_content_is_recognised() {
         let error = |bytes: &[u8]| read(bytes).unwrap_err();
         let pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n";
-        insta::assert_snapshot!(error(pointer), @"checkpoint FILE: is no JSON: it is a pointer of Git LFS, which stands for the file; get the file itself with `git lfs pull`");
-        insta::assert_snapshot!(error(b"<!DOCTYPE html><html>"), @"checkpoint FILE: is no JSON: it is a page of a web site, such as of a log-in or an error, and not the file; download the file itself");
-        insta::assert_snapshot!(error(b""), @"checkpoint FILE: is no JSON: it is empty; was a download or a copy interrupted?");
-        insta::assert_snapshot!(error(b"{\"a\": }"), @"checkpoint FILE: is no JSON that can be read: expected value at line 1 column 7");
+        assert_says!(error(pointer), "checkpoint FILE: is no JSON … Git LFS … `git lfs pull`");
+        assert_says!(error(b"<!DOCTYPE html><html>"), "checkpoint FILE: is no JSON … web site …");
+        assert_says!(error(b""), "checkpoint FILE: is no JSON: it is empty … download …");
+        assert_says!(error(b"{\"a\": }"), "checkpoint FILE: is no JSON … line 1 column 7");
         let deep = b"[".repeat(100_000);
-        insta::assert_snapshot!(error(&deep), @"checkpoint FILE: is no JSON that can be read: recursion limit exceeded at line 1 column 128");
+        assert_says!(error(&deep), "checkpoint FILE: is no JSON … recursion limit … column 128");
     }
 }

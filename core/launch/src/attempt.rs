@@ -129,6 +129,8 @@ fn run(requeue: &Requeue, limit: Duration) -> Result<(), String> {
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
+
     use super::*;
     use crate::Interruption;
 
@@ -141,15 +143,18 @@ mod tests {
     fn a_command_that_fails_says_how() {
         let run = |requeue: &Requeue| run(requeue, REQUEUE_LIMIT);
         assert_eq!(run(&shell("exit 0")), Ok(()));
-        insta::assert_snapshot!(run(&shell("echo 'Invalid job id' >&2; exit 3")).unwrap_err(), @"`sh -c echo 'Invalid job id' >&2; exit 3` ended with exit code 3: Invalid job id");
-        insta::assert_snapshot!(run(&shell("kill -9 $$")).unwrap_err(), @"`sh -c kill -9 $$` ended with signal 9 (SIGKILL)");
+        assert_says!(
+            run(&shell("echo 'Invalid job id' >&2; exit 3")).unwrap_err(),
+            "`sh -c echo 'Invalid job id' >&2; exit 3` … exit code 3: Invalid job id"
+        );
+        assert_says!(run(&shell("kill -9 $$")).unwrap_err(), "`sh -c kill -9 $$` … 9 (SIGKILL)");
         let absent = Requeue { program: "no-such-scontrol".to_owned(), ..shell("") };
-        insta::assert_snapshot!(run(&absent).unwrap_err(), @"`no-such-scontrol -c ` cannot be run: No such file or directory (os error 2)");
+        assert_says!(run(&absent).unwrap_err(), "`no-such-scontrol -c ` cannot be run … error 2)");
     }
 
     #[test]
     fn a_command_that_does_not_end_is_ended() {
         let error = run(&shell("exec sleep 1000"), Duration::from_millis(100)).unwrap_err();
-        insta::assert_snapshot!(error, @"`sh -c exec sleep 1000` has not ended within 100ms");
+        assert_says!(error, "`sh -c exec sleep 1000` has not ended within 100ms");
     }
 }

@@ -90,6 +90,8 @@ mod tests {
     use std::fs::Permissions;
     use std::os::unix::fs::PermissionsExt;
 
+    use fulgurite_test_message::assert_says;
+
     use super::*;
 
     fn configured_here(variables: &Variables, file: Option<&Path>) -> Result<Option<String>> {
@@ -104,8 +106,14 @@ mod tests {
         let set = Variables::from([(JOB_KEY_VARIABLE, "0123456789abcdef\n")]);
         assert_eq!(configured_here(&set, missing).unwrap().as_deref(), Some("0123456789abcdef"));
         let short = Variables::from([(JOB_KEY_VARIABLE, "secret")]);
-        insta::assert_snapshot!(configured_here(&short, None).unwrap_err(), @"launch: FULGURITE_JOB_KEY has 6 characters, which others can guess; it must have at least 16. Take `openssl rand -hex 16`, and the same on all nodes");
-        insta::assert_snapshot!(configured_here(&none, missing).unwrap_err(), @"launch: trainer.job_key_file = /nowhere/at/all: No such file or directory (os error 2)");
+        assert_says!(
+            configured_here(&short, None).unwrap_err(),
+            "launch: FULGURITE_JOB_KEY has 6 characters … at least 16 … `openssl rand -hex 16` …"
+        );
+        assert_says!(
+            configured_here(&none, missing).unwrap_err(),
+            "launch: trainer.job_key_file = /nowhere/at/all: No such file …"
+        );
     }
 
     #[test]
@@ -119,11 +127,11 @@ mod tests {
             error.replace(&dir.path().display().to_string(), "[DIR]")
         };
         allow(0o640);
-        insta::assert_snapshot!(error(&path), @"launch: trainer.job_key_file = [DIR]/key: others may open it (mode 640). Do `chmod 600 [DIR]/key`");
+        assert_says!(error(&path), "launch: trainer.job_key_file … 640 … `chmod 600 [DIR]/key`");
         allow(0o600);
         let read = configured_here(&Variables::default(), Some(&path)).unwrap();
         assert_eq!(read.as_deref(), Some("0123456789abcdef0123456789abcdef"));
-        insta::assert_snapshot!(error(dir.path()), @"launch: trainer.job_key_file = [DIR]: this is no regular file");
+        assert_says!(error(dir.path()), "launch: trainer.job_key_file = [DIR] … no regular file");
     }
 
     #[test]

@@ -172,6 +172,8 @@ pub fn is_running(pid: i32) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
+
     use super::*;
 
     #[test]
@@ -205,9 +207,9 @@ mod tests {
         let read = variables.iter().map(|(name, value)| (*name, value.as_str())).collect();
         assert_eq!(RankEnv::read(&read).unwrap(), Some(env));
         assert_eq!(RankEnv::read(&Variables::from([("RANK", "1")])).unwrap(), None);
-        insta::assert_snapshot!(
+        assert_says!(
             RankEnv::read(&Variables::from([(SUPERVISOR, "1")])).unwrap_err(),
-            @"launch: the environment variable RANK (a number) is not set, but others of its family are. Set it, or unset them all to run without a launcher"
+            "launch: the environment variable RANK (a number) is not set … unset them all …"
         );
     }
 

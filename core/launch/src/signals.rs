@@ -285,6 +285,8 @@ pub(super) fn describe(signal: i32) -> String {
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
+
     use super::*;
 
     #[test]
@@ -318,7 +320,7 @@ mod tests {
             assert_eq!(announced(&announcement(signal)), Some(signal));
             assert_eq!(Interruption::of(signal).signal(), signal);
         }
-        insta::assert_snapshot!(announcement(SIGTERM), @"it was asked to end before training had begun, by signal 15 (SIGTERM)");
+        assert_says!(announcement(SIGTERM), "it was asked … before training … signal 15 (SIGTERM)");
         assert_eq!(announced("the disk is full"), None);
     }
 

@@ -303,6 +303,8 @@ fulgurite_config::register_scheduler!(
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
+
     use super::*;
 
     /// The factors of the first steps, rounded.
@@ -355,11 +357,26 @@ mod tests {
     #[test]
     fn mistakes_are_explained() {
         let message = |s: &dyn SchedulerConfig| s.factor(0, None).unwrap_err().to_string();
-        insta::assert_snapshot!(message(&OneCycle::default()), @"the one_cycle schedule has to know when it ends: set scheduler.total_steps or trainer.max_steps");
-        insta::assert_snapshot!(message(&OneCycle { pct_start: 1.0, ..Default::default() }), @"scheduler.pct_start must be at least 0 and below 1, got 1");
-        insta::assert_snapshot!(message(&OneCycle { div_factor: 0.0, ..Default::default() }), @"scheduler.div_factor must be above 0, got 0");
-        insta::assert_snapshot!(message(&CosineWarmRestarts { first_steps: 0, ..Default::default() }), @"scheduler.first_steps must be at least 1, got 0");
-        insta::assert_snapshot!(message(&WarmupStableDecay { min_factor: 2.0, ..Default::default() }), @"scheduler.min_factor must be from 0 to 1, got 2");
-        insta::assert_snapshot!(message(&Sequential { schedules: vec![], milestones: vec![] }), @"scheduler.milestones must be one less than the schedules, of which there are 0; got 0");
+        assert_says!(message(&OneCycle::default()), "the one_cycle … it ends … trainer.max_steps");
+        assert_says!(
+            message(&OneCycle { pct_start: 1.0, ..Default::default() }),
+            "scheduler.pct_start must be at least 0 and below 1, got 1"
+        );
+        assert_says!(
+            message(&OneCycle { div_factor: 0.0, ..Default::default() }),
+            "scheduler.div_factor must be above 0, got 0"
+        );
+        assert_says!(
+            message(&CosineWarmRestarts { first_steps: 0, ..Default::default() }),
+            "scheduler.first_steps must be at least 1, got 0"
+        );
+        assert_says!(
+            message(&WarmupStableDecay { min_factor: 2.0, ..Default::default() }),
+            "scheduler.min_factor must be from 0 to 1, got 2"
+        );
+        assert_says!(
+            message(&Sequential { schedules: vec![], milestones: vec![] }),
+            "scheduler.milestones … one less than the schedules … there are 0; got 0"
+        );
     }
 }

@@ -148,6 +148,8 @@ impl LossScale {
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
+
     use super::*;
 
     #[test]
@@ -174,6 +176,6 @@ mod tests {
         for _ in 1..MOST_SKIPPED_IN_A_ROW {
             scale.end_step(true).unwrap();
         }
-        insta::assert_snapshot!(scale.end_step(true).unwrap_err(), @r#"the gradients of 32 steps in a row overflowed in f16, the last with a loss scale of 7.62939453125e-6: they are infinite or NaN whatever it is. `trainer.detect_anomaly = true` names the layer; bf16 (`trainer.precision = "bf16-mixed"`) has the range of f32"#);
+        assert_says!(scale.end_step(true).unwrap_err(), "the gradients of 32 … overflowed …");
     }
 }

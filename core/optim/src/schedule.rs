@@ -196,6 +196,8 @@ impl Decay {
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
+
     use super::*;
 
     fn assert_table(schedule: &dyn SchedulerConfig, max_steps: Option<u64>, table: &[(u64, f64)]) {
@@ -259,7 +261,7 @@ mod tests {
         assert_table(&*schedule, None, &[(2, 1.0), (3, 0.1)]);
         let error = toml::from_str::<Box<dyn SchedulerConfig>>("type = \"linear\"\nwarmup = 3");
         let message = error.unwrap_err().message().to_owned();
-        insta::assert_snapshot!(message, @"unknown field `warmup`, expected one of `warmup_steps`, `min_factor`, `decay_steps`");
+        assert_says!(message, "unknown field `warmup`, expected one of `warmup_steps` …");
         for name in ["constant", "cosine", "linear", "step"] {
             fulgurite_config::registry::require(fulgurite_config::registry::kind::SCHEDULER, name)
                 .unwrap();
@@ -277,11 +279,22 @@ mod tests {
     #[test]
     fn mistakes_are_explained() {
         let message = |s: &dyn SchedulerConfig| s.factor(0, None).unwrap_err().to_string();
-        insta::assert_snapshot!(message(&Cosine::default()), @"the cosine schedule has to know when it ends: set scheduler.decay_steps or trainer.max_steps");
-        insta::assert_snapshot!(message(&Linear { min_factor: 1.5, ..Linear::default() }), @"scheduler.min_factor must be from 0 to 1, got 1.5");
-        insta::assert_snapshot!(
-            message(&Linear { warmup_steps: 9, decay_steps: Some(5), min_factor: 0.0 }), @"scheduler.decay_steps counts the warm-up too, so 5 cannot be less than scheduler.warmup_steps, which is 9");
-        insta::assert_snapshot!(message(&Step { step_size: 0, ..Step::default() }), @"scheduler.step_size must be at least 1, got 0");
-        insta::assert_snapshot!(message(&Step { gamma: -0.1, ..Step::default() }), @"scheduler.gamma must be a number of zero or more, got -0.1");
+        assert_says!(message(&Cosine::default()), "the cosine … when it ends … trainer.max_steps");
+        assert_says!(
+            message(&Linear { min_factor: 1.5, ..Linear::default() }),
+            "scheduler.min_factor must be from 0 to 1, got 1.5"
+        );
+        assert_says!(
+            message(&Linear { warmup_steps: 9, decay_steps: Some(5), min_factor: 0.0 }),
+            "scheduler.decay_steps … 5 cannot be less than scheduler.warmup_steps … 9"
+        );
+        assert_says!(
+            message(&Step { step_size: 0, ..Step::default() }),
+            "scheduler.step_size must be at least 1, got 0"
+        );
+        assert_says!(
+            message(&Step { gamma: -0.1, ..Step::default() }),
+            "scheduler.gamma … zero or more, got -0.1"
+        );
     }
 }

@@ -414,6 +414,8 @@ impl Optimizer for ScheduleFree {
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
+
     use super::super::testing::*;
     use super::*;
 
@@ -440,9 +442,10 @@ mod tests {
                     assert_ne!(values(&watched[0]), y);
                 }
                 set_grads(&watched, step);
-                insta::allow_duplicates! {
-                    insta::assert_snapshot!(first.step(&GradScale::default()).unwrap_err(), @"the weights of an evaluation are in place, and cannot be updated; call `Optimizer::set_training(true)` before the step");
-                }
+                assert_says!(
+                    first.step(&GradScale::default()).unwrap_err(),
+                    "the weights … cannot be updated … `Optimizer::set_training(true)` …"
+                );
                 first.set_training(true).unwrap();
                 assert_eq!(values(&watched[0]), values(&alone[0]), "{dtype:?} {step}");
             }
@@ -471,7 +474,10 @@ mod tests {
         let parameters = parameters(&[("w", 3)], DType::F32);
         let said = |config: ScheduleFreeAdamW| config.check(&parameters).unwrap_err().to_string();
         let betas = |beta1| ScheduleFreeAdamW { betas: (beta1, 0.9), ..Default::default() };
-        insta::assert_snapshot!(said(betas(0.0)), @"optimizer.betas[0] must be above 0 and less than 1, because the weights of an evaluation follow from those of training by it, got 0.0");
-        insta::assert_snapshot!(said(ScheduleFreeAdamW { r: -1.0, ..Default::default() }), @"optimizer.r must be a number of zero or more, got -1.0");
+        assert_says!(said(betas(0.0)), "optimizer.betas[0] … above 0 and less than 1 … got 0.0");
+        assert_says!(
+            said(ScheduleFreeAdamW { r: -1.0, ..Default::default() }),
+            "optimizer.r must be a number of zero or more, got -1.0"
+        );
     }
 }

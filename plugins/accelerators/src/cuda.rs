@@ -80,12 +80,17 @@ mod device {
 
 #[cfg(all(test, not(feature = "cuda")))]
 mod tests {
+    use fulgurite_test_message::assert_says;
+
     use super::*;
     use fulgurite_engine::accelerator::detect;
 
     #[test]
     fn cuda_without_its_feature_is_refused() {
-        insta::assert_snapshot!(Cuda::default().available().unwrap_err(), @r#"`trainer.accelerator` = "cuda": this program is built without CUDA. Build it with the feature `cuda` of fulgurite (`cargo build --release --features cuda`, with the CUDA toolkit), or set "cpu""#);
+        assert_says!(
+            Cuda::default().available().unwrap_err(),
+            r#"`trainer.accelerator` = "cuda" … built without CUDA … `cuda` of fulgurite … "cpu""#
+        );
         assert!(Cuda::default().open(0).is_err());
         assert_eq!(detect().unwrap().typetag_name(), "cpu");
         let read =

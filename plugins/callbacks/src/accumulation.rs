@@ -63,6 +63,8 @@ impl Hooks for Scheduled {}
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
+
     use super::*;
 
     #[test]
@@ -71,7 +73,13 @@ mod tests {
             let config: GradientAccumulationScheduler = serde_json::from_value(json).unwrap();
             config.build().err().unwrap().to_string()
         };
-        insta::assert_snapshot!(error(serde_json::json!({ "scheduling": { "two": 2 } })), @"`trainer.callbacks`, gradient_accumulation_scheduler: `scheduling`: `two` is no epoch");
-        insta::assert_snapshot!(error(serde_json::json!({ "scheduling": {} })), @"`trainer.callbacks`, gradient_accumulation_scheduler: `scheduling`: names no epoch; write `{ 4 = 8 }`");
+        assert_says!(
+            error(serde_json::json!({ "scheduling": { "two": 2 } })),
+            "`trainer.callbacks` … `scheduling`: `two` is no epoch"
+        );
+        assert_says!(
+            error(serde_json::json!({ "scheduling": {} })),
+            "`trainer.callbacks`, gradient_accumulation_scheduler: `scheduling`: names no epoch …"
+        );
     }
 }

@@ -202,6 +202,8 @@ impl Hooks for EarlyStopping {
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
+
     use super::*;
 
     fn stopping(json: serde_json::Value) -> EarlyStopping {
@@ -274,7 +276,13 @@ mod tests {
             let config: EarlyStoppingConfig = serde_json::from_value(json).unwrap();
             config.build().err().unwrap().to_string()
         };
-        insta::assert_snapshot!(error(serde_json::json!({ "monitor": "" })), @r#"`trainer.callbacks`, early_stopping: `monitor`: must name a metric, such as "val_loss""#);
-        insta::assert_snapshot!(error(serde_json::json!({ "monitor": "x", "min_delta": -1.0 })), @"`trainer.callbacks`, early_stopping: `min_delta`: must be at least 0, found -1.0");
+        assert_says!(
+            error(serde_json::json!({ "monitor": "" })),
+            "`trainer.callbacks`, early_stopping: `monitor`: must name a metric …"
+        );
+        assert_says!(
+            error(serde_json::json!({ "monitor": "x", "min_delta": -1.0 })),
+            "`trainer.callbacks`, early_stopping: `min_delta` … at least 0, found -1.0"
+        );
     }
 }

@@ -237,6 +237,8 @@ impl Hooks for LearningRateFinder {
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
+
     use super::*;
 
     fn finder(config: LearningRateFinderConfig) -> LearningRateFinder {
@@ -282,8 +284,17 @@ mod tests {
             let config: LearningRateFinderConfig = serde_json::from_value(json).unwrap();
             config.build().err().unwrap().to_string()
         };
-        insta::assert_snapshot!(error(serde_json::json!({ "min_lr": 0.0 })), @"`trainer.callbacks`, learning_rate_finder: `min_lr`: must be above 0, found 0");
-        insta::assert_snapshot!(error(serde_json::json!({ "max_lr": 1e-9 })), @"`trainer.callbacks`, learning_rate_finder: `max_lr`: must be above `min_lr` = 1e-8, found 0.000000001");
-        insta::assert_snapshot!(error(serde_json::json!({ "num_training_steps": 12 })), @"`trainer.callbacks`, learning_rate_finder: `num_training_steps`: must be at least 13, of which the first 10 and the last are not looked at, found 12");
+        assert_says!(
+            error(serde_json::json!({ "min_lr": 0.0 })),
+            "`trainer.callbacks`, learning_rate_finder: `min_lr` … above 0, found 0"
+        );
+        assert_says!(
+            error(serde_json::json!({ "max_lr": 1e-9 })),
+            "`trainer.callbacks`, learning_rate_finder: `max_lr` … above `min_lr` = 1e-8 …"
+        );
+        assert_says!(
+            error(serde_json::json!({ "num_training_steps": 12 })),
+            "`trainer.callbacks`, learning_rate_finder: `num_training_steps` … at least 13 …"
+        );
     }
 }

@@ -369,6 +369,8 @@ impl Hooks for ModelCheckpoint {
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
+
     use super::*;
 
     fn checkpoint(json: serde_json::Value) -> ModelCheckpoint {
@@ -418,9 +420,21 @@ mod tests {
             let config: ModelCheckpointConfig = serde_json::from_value(json).unwrap();
             config.build().err().unwrap().to_string()
         };
-        insta::assert_snapshot!(error(serde_json::json!({ "every_n_steps": 1, "every_n_epochs": 1 })), @"`trainer.callbacks`, model_checkpoint: `every_n_steps`: give one of `every_n_steps`, `every_n_epochs` and `every_secs`; for several, use several callbacks");
-        insta::assert_snapshot!(error(serde_json::json!({ "save_top_k": 2 })), @r#"`trainer.callbacks`, model_checkpoint: `save_top_k`: which 2 are the best needs `monitor`, such as "val_loss""#);
-        insta::assert_snapshot!(error(serde_json::json!({ "save_top_k": -2 })), @"`trainer.callbacks`, model_checkpoint: `save_top_k`: must be -1 (all), 0 (none) or a number, found -2");
-        insta::assert_snapshot!(error(serde_json::json!({ "every_secs": 0.0 })), @"`trainer.callbacks`, model_checkpoint: `every_secs`: must be above 0, found 0.0");
+        assert_says!(
+            error(serde_json::json!({ "every_n_steps": 1, "every_n_epochs": 1 })),
+            "`trainer.callbacks`, model_checkpoint: `every_n_steps`: give one of …"
+        );
+        assert_says!(
+            error(serde_json::json!({ "save_top_k": 2 })),
+            "`trainer.callbacks`, model_checkpoint: `save_top_k`: which 2 … needs `monitor` …"
+        );
+        assert_says!(
+            error(serde_json::json!({ "save_top_k": -2 })),
+            "`trainer.callbacks`, model_checkpoint: `save_top_k`: must be -1 … found -2"
+        );
+        assert_says!(
+            error(serde_json::json!({ "every_secs": 0.0 })),
+            "`trainer.callbacks`, model_checkpoint: `every_secs` … above 0, found 0.0"
+        );
     }
 }

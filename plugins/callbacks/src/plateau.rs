@@ -168,6 +168,8 @@ impl Hooks for ReduceLrOnPlateau {
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
+
     use super::*;
 
     fn lowered(json: serde_json::Value, values: &[f64]) -> Vec<usize> {
@@ -194,7 +196,13 @@ mod tests {
             let config: ReduceLrOnPlateauConfig = serde_json::from_value(json).unwrap();
             config.build().err().unwrap().to_string()
         };
-        insta::assert_snapshot!(error(serde_json::json!({ "monitor": "x", "factor": 1.0 })), @"`trainer.callbacks`, reduce_lr_on_plateau: `factor`: must be above 0 and below 1, found 1.0");
-        insta::assert_snapshot!(error(serde_json::json!({ "monitor": "x", "threshold": -1.0 })), @"`trainer.callbacks`, reduce_lr_on_plateau: `threshold`: must be from 0 to 1, found -1.0");
+        assert_says!(
+            error(serde_json::json!({ "monitor": "x", "factor": 1.0 })),
+            "`trainer.callbacks`, reduce_lr_on_plateau: `factor` … below 1, found 1.0"
+        );
+        assert_says!(
+            error(serde_json::json!({ "monitor": "x", "threshold": -1.0 })),
+            "`trainer.callbacks`, reduce_lr_on_plateau: `threshold` … from 0 to 1, found -1.0"
+        );
     }
 }

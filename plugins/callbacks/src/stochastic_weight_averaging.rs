@@ -208,6 +208,8 @@ impl Hooks for StochasticWeightAveraging {
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
+
     use super::*;
 
     #[test]
@@ -235,6 +237,6 @@ mod tests {
         let config = serde_json::json!({ "swa_lrs": 0.0 });
         let config: StochasticWeightAveragingConfig = serde_json::from_value(config).unwrap();
         let error = config.build().err().unwrap().to_string();
-        insta::assert_snapshot!(error, @"`trainer.callbacks`, stochastic_weight_averaging: `swa_lrs`: must be above 0, found 0");
+        assert_says!(error, "`trainer.callbacks` … `swa_lrs` … above 0, found 0");
     }
 }

@@ -269,6 +269,8 @@ impl CheckpointIO for LocalDirectory {
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
+
     use super::*;
 
     fn directory() -> (tempfile::TempDir, LocalDirectory) {
@@ -356,6 +358,6 @@ mod tests {
         let io = build("io = { type = \"local\" }").unwrap().build(Path::new("/runs")).unwrap();
         assert_eq!(io.location("step-00000010"), Path::new("/runs/step-00000010"));
         let error = build("io = { type = \"local\", fsync = true }").unwrap_err();
-        insta::assert_snapshot!(error, @"unknown field `fsync`, expected `sync`");
+        assert_says!(error, "unknown field `fsync`, expected `sync`");
     }
 }

@@ -155,6 +155,7 @@ fn main_address(variables: &Variables) -> Result<String> {
 #[cfg(test)]
 mod tests {
     use fulgurite_launch::environment::detect;
+    use fulgurite_test_message::assert_says;
 
     use super::*;
 
@@ -245,13 +246,25 @@ mod tests {
     fn mistakes_are_named() {
         insta::assert_snapshot!(error(&TRAIN_JOB, &[("PET_NPROC_PER_NODE", "4")]), @"launch: PET_NPROC_PER_NODE = 4 processes are to run in each pod, but the pod's command has started one, and the environment `kubernetes` is for one rank a pod. Let the command be `torchrun --no-python PROGRAM …`, which reads PET_*, or set `nprocPerNode` (`numProcPerNode`) to 1");
         insta::assert_snapshot!(error(&JOB_SET, &[("WORLD_SIZE", "")]), @"launch: none of the environment variables WORLD_SIZE, PET_NNODES is set, one of which must be the number of pods, each of which is a rank. Under a JobSet write it into the manifest: `- {name: WORLD_SIZE, value: …}`");
-        insta::assert_snapshot!(error(&JOB_SET, &[("REPLICATED_JOB_NAME", "")]), @"launch: MASTER_ADDR is not set, and nothing else says what the first pod is called (environment `kubernetes`). Under a JobSet it is `JOBSET-JOB-0-0.JOBSET`; write that into the manifest as MASTER_ADDR, or set JOBSET_NAME and REPLICATED_JOB_NAME there");
-        insta::assert_snapshot!(error(&TRAIN_JOB, &[("PET_NNODES", "1:4")]), @"launch: the environment variable PET_NNODES is `1:4`, but should be the number of pods, each of which is a rank");
-        insta::assert_snapshot!(error(&TRAIN_JOB, &[("WORLD_SIZE", "8")]), @"launch: PET_NNODES = 2 contradicts WORLD_SIZE = 8: both say the number of pods, each of which is a rank (environment `kubernetes`). Unset the wrong one");
-        insta::assert_snapshot!(error(&TRAIN_JOB, &[("JOB_COMPLETION_INDEX", "0")]), @"launch: JOB_COMPLETION_INDEX = 0 contradicts PET_NODE_RANK = 1: both say this pod's rank, a number (environment `kubernetes`). Unset the wrong one");
-        insta::assert_snapshot!(error(&PYTORCH_JOB, &[("RANK", "2")]), @"launch: RANK = 2 must be below WORLD_SIZE = 2");
+        assert_says!(
+            error(&JOB_SET, &[("REPLICATED_JOB_NAME", "")]),
+            "launch: MASTER_ADDR is not set … `JOBSET-JOB-0-0.JOBSET` … JOBSET_NAME …"
+        );
+        assert_says!(error(&TRAIN_JOB, &[("PET_NNODES", "1:4")]), "launch … PET_NNODES is `1:4` …");
+        assert_says!(
+            error(&TRAIN_JOB, &[("WORLD_SIZE", "8")]),
+            "launch: PET_NNODES = 2 contradicts WORLD_SIZE = 8 … (environment `kubernetes`) …"
+        );
+        assert_says!(
+            error(&TRAIN_JOB, &[("JOB_COMPLETION_INDEX", "0")]),
+            "launch: JOB_COMPLETION_INDEX = 0 contradicts PET_NODE_RANK = 1 … Unset …"
+        );
+        assert_says!(error(&PYTORCH_JOB, &[("RANK", "2")]), "launch: RANK … below WORLD_SIZE = 2");
         insta::assert_snapshot!(error(&[], &[]), @"launch: none of the environment variables RANK, PET_NODE_RANK, JOB_COMPLETION_INDEX is set, one of which must be this pod's rank, a number. Under a JobSet write it into the manifest: `- {name: RANK, value: …}`");
         let pods = Kubernetes {}.build(&with(&TRAIN_JOB, &[])).unwrap();
-        insta::assert_snapshot!(pods.validate_settings(2, 1).unwrap_err(), @"launch: `trainer.devices` = 2 and `trainer.num_nodes` = 1, but 1 of the 2 were started on this node (environment `kubernetes`). Start 2 on every node, or set both keys to what is started");
+        assert_says!(
+            pods.validate_settings(2, 1).unwrap_err(),
+            "launch: `trainer.devices` = 2 … = 1, but 1 of the 2 … (environment `kubernetes`) …"
+        );
     }
 }

@@ -137,6 +137,8 @@ fn local_world_size(hosts: &[String], world_size: usize, rank: usize) -> Result<
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
+
     use super::*;
 
     const FULL: [(&str, &str); 4] = [
@@ -218,16 +220,43 @@ mod tests {
 
     #[test]
     fn mistakes_are_named() {
-        insta::assert_snapshot!(error(HOSTS, &[("JSM_NAMESPACE_RANK", "")]), @"launch: the environment variable JSM_NAMESPACE_RANK (a number that jsrun sets) is not set, but others of its family are. Set it, or unset them all to run without a launcher");
-        insta::assert_snapshot!(error(HOSTS, &[("JSM_NAMESPACE_SIZE", "many")]), @"launch: the environment variable JSM_NAMESPACE_SIZE is `many`, but should be a number that jsrun sets");
-        insta::assert_snapshot!(error(HOSTS, &[("JSM_NAMESPACE_RANK", "4")]), @"launch: JSM_NAMESPACE_RANK = 4 must be below JSM_NAMESPACE_SIZE = 4");
-        insta::assert_snapshot!(error(HOSTS, &[("LSB_JOBID", "")]), @"launch: the environment variable LSB_JOBID (the job's number, which LSF sets) is not set, but others of its family are. Set it, or unset them all to run without a launcher");
-        insta::assert_snapshot!(error(HOSTS, &[("LSB_DJOB_RANKFILE", "")]), @"launch: the environment variable LSB_DJOB_RANKFILE (the file with the job's hosts, which LSF writes) is not set, but others of its family are. Set it, or unset them all to run without a launcher");
-        insta::assert_snapshot!(error(HOSTS, &[("LSB_DJOB_RANKFILE", "/no/such/file")]), @"launch: LSB_DJOB_RANKFILE = /no/such/file cannot be read: No such file or directory (os error 2). MASTER_ADDR (rank 0's host) and JSM_NAMESPACE_LOCAL_SIZE (the ranks of this host) can take its place");
-        insta::assert_snapshot!(error("launch1\n", &[]), @"launch: LSB_DJOB_RANKFILE = RANKFILE has no host besides the launch node, which is its first line; was the program started with `jsrun`?");
-        insta::assert_snapshot!(error("launch1\nc07\nc08\nc09\n", &[]), @"launch: JSM_NAMESPACE_SIZE = 4 ranks do not divide evenly among the 3 hosts of LSB_DJOB_RANKFILE, and JSM_NAMESPACE_LOCAL_SIZE is not set. Start as many ranks on every host (`jsrun --tasks_per_rs`, `--rs_per_host`)");
-        insta::assert_snapshot!(error(HOSTS, &[("JSM_NAMESPACE_RANK", "2")]), @"launch: rank 2 is local rank 1 of 2, so the ranks of a node do not follow one another, or nodes have different numbers of them. Start as many ranks on every node, node after node: `jsrun --tasks_per_rs` and `--rs_per_host`");
-        insta::assert_snapshot!(error(HOSTS, &[("WORLD_SIZE", "8")]), @"launch: WORLD_SIZE = 8 contradicts JSM_NAMESPACE_SIZE = 4 (environment `lsf`). Unset WORLD_SIZE, which the script or an outer launcher has set, or let trainer.environment name the environment to go by (`torchelastic` reads WORLD_SIZE)");
-        insta::assert_snapshot!(build(HOSTS, &[]).validate_settings(4, 2).unwrap_err(), @"launch: trainer.devices = 4 and trainer.num_nodes = 2 make 8 ranks, but JSM_NAMESPACE_SIZE = 4 were started (environment `lsf`). Set trainer.devices = 2 and trainer.num_nodes = 2, or start 8 processes");
+        assert_says!(
+            error(HOSTS, &[("JSM_NAMESPACE_RANK", "")]),
+            "launch: … variable JSM_NAMESPACE_RANK … is not set, but others …"
+        );
+        assert_says!(
+            error(HOSTS, &[("JSM_NAMESPACE_SIZE", "many")]),
+            "launch: … JSM_NAMESPACE_SIZE is `many`, but should be a number …"
+        );
+        assert_says!(
+            error(HOSTS, &[("JSM_NAMESPACE_RANK", "4")]),
+            "launch: JSM_NAMESPACE_RANK = 4 … below JSM_NAMESPACE_SIZE = 4"
+        );
+        assert_says!(error(HOSTS, &[("LSB_JOBID", "")]), "launch: … LSB_JOBID … is not set …");
+        assert_says!(
+            error(HOSTS, &[("LSB_DJOB_RANKFILE", "")]),
+            "launch: … variable LSB_DJOB_RANKFILE … is not set, but others …"
+        );
+        assert_says!(
+            error(HOSTS, &[("LSB_DJOB_RANKFILE", "/no/such/file")]),
+            "launch: LSB_DJOB_RANKFILE = /no/such/file cannot be read … MASTER_ADDR …"
+        );
+        assert_says!(error("launch1\n", &[]), "launch: LSB_DJOB_RANKFILE = RANKFILE has no host …");
+        assert_says!(
+            error("launch1\nc07\nc08\nc09\n", &[]),
+            "launch: JSM_NAMESPACE_SIZE = 4 … do not divide … 3 hosts … JSM_NAMESPACE_LOCAL_SIZE …"
+        );
+        assert_says!(
+            error(HOSTS, &[("JSM_NAMESPACE_RANK", "2")]),
+            "launch: rank 2 is local rank 1 of 2 … not follow … `jsrun --tasks_per_rs` …"
+        );
+        assert_says!(
+            error(HOSTS, &[("WORLD_SIZE", "8")]),
+            "launch: WORLD_SIZE = 8 contradicts JSM_NAMESPACE_SIZE = 4 (environment `lsf`) …"
+        );
+        assert_says!(
+            build(HOSTS, &[]).validate_settings(4, 2).unwrap_err(),
+            "launch: trainer.devices = 4 … 8 ranks, but JSM_NAMESPACE_SIZE = 4 … start 8 …"
+        );
     }
 }

@@ -230,6 +230,8 @@ fn main_port(variables: &Variables, job_id: &str) -> Result<u16> {
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
+
     use super::*;
 
     const FULL: [(&str, &str); 7] = [
@@ -345,7 +347,10 @@ mod tests {
         assert_eq!(requeue(r#""auto_requeue": false"#), None);
         let on = requeue(r#""requeue_signal": "SIGTERM""#).unwrap().on;
         assert_eq!(on, Interruption::Termination);
-        insta::assert_snapshot!(configured(r#""requeue_signal": "SIGKILL""#).unwrap_err(), @"unknown variant `SIGKILL`, expected `SIGUSR1` or `SIGTERM` at line 1 column 46");
+        assert_says!(
+            configured(r#""requeue_signal": "SIGKILL""#).unwrap_err(),
+            "unknown variant `SIGKILL`, expected `SIGUSR1` or `SIGTERM` …"
+        );
     }
 
     #[test]
@@ -356,20 +361,41 @@ mod tests {
 
     #[test]
     fn mistakes_are_named() {
-        insta::assert_snapshot!(error(&[("SLURM_STEP_ID", "")]), @r#"launch: SLURM_NTASKS = 4 tasks are allocated, but this process was not started by srun (SLURM_STEP_ID is not set), so the others would never come. Start the program with `srun`, or set trainer.environment = "local" to run on this node alone"#);
-        insta::assert_snapshot!(error(&[("SLURM_PROCID", "")]), @"launch: the environment variable SLURM_PROCID (a number that Slurm sets) is not set, but others of its family are. Set it, or unset them all to run without a launcher");
-        insta::assert_snapshot!(error(&[("SLURM_LOCALID", "x")]), @"launch: the environment variable SLURM_LOCALID is `x`, but should be a number that Slurm sets");
-        insta::assert_snapshot!(error(&[NODES, ("SLURM_PROCID", "9")]), @"launch: SLURM_PROCID = 9 must be below SLURM_NTASKS = 4");
-        insta::assert_snapshot!(error(&[("SLURM_NNODES", "3")]), @"launch: SLURM_NTASKS = 4 tasks do not divide evenly among SLURM_NNODES = 3 nodes, and none of SLURM_STEP_TASKS_PER_NODE, SLURM_TASKS_PER_NODE and SLURM_NTASKS_PER_NODE is set. Start the job with `--ntasks-per-node`");
-        insta::assert_snapshot!(error(&[("SLURM_TASKS_PER_NODE", "4")]), @"launch: the environment variable SLURM_TASKS_PER_NODE is `4`, but should give the tasks of every node, such as `2(x3),1`, and so those of node SLURM_NODEID = 1");
-        insta::assert_snapshot!(error(&[NODES, ("SLURM_STEP_NODELIST", "node[")]), @"launch: the environment variable SLURM_STEP_NODELIST is `node[`, but should be a list of nodes such as `node[01-04]`; MASTER_ADDR can name rank 0's host instead");
-        insta::assert_snapshot!(error(&[NODES, ("MASTER_PORT", "0")]), @"launch: MASTER_PORT is `0`, but should be a free TCP port of rank 0's host, 1-65535");
-        insta::assert_snapshot!(error(&[NODES, ("WORLD_SIZE", "8")]), @"launch: WORLD_SIZE = 8 contradicts SLURM_NTASKS = 4 (environment `slurm`). Unset WORLD_SIZE, which the script or an outer launcher has set, or let trainer.environment name the environment to go by (`torchelastic` reads WORLD_SIZE)");
-        insta::assert_snapshot!(error(&[NODES, ("RANK", "0")]), @"launch: RANK = 0 contradicts SLURM_PROCID = 3 (environment `slurm`). Unset RANK, which the script or an outer launcher has set, or let trainer.environment name the environment to go by (`torchelastic` reads RANK)");
-        insta::assert_snapshot!(error(&[NODES, ("SLURM_RESTART_COUNT", "some")]), @"launch: the environment variable SLURM_RESTART_COUNT is `some`, but should be how often the job was requeued, a number");
-        insta::assert_snapshot!(build(&[NODES]).validate_settings(4, 1).unwrap_err(), @"launch: `trainer.devices` = 4 and `trainer.num_nodes` = 1, but 2 of the 4 were started on this node (environment `slurm`). Start 4 on every node, or set both keys to what is started");
+        assert_says!(error(&[("SLURM_STEP_ID", "")]), "launch: SLURM_NTASKS = 4 … `srun` …");
+        assert_says!(error(&[("SLURM_PROCID", "")]), "launch: … SLURM_PROCID … is not set …");
+        assert_says!(error(&[("SLURM_LOCALID", "x")]), "launch: … SLURM_LOCALID is `x` … number …");
+        assert_says!(error(&[NODES, ("SLURM_PROCID", "9")]), "launch: SLURM_PROCID = 9 … below …");
+        assert_says!(error(&[("SLURM_NNODES", "3")]), "launch: SLURM_NTASKS = 4 … not divide …");
+        assert_says!(
+            error(&[("SLURM_TASKS_PER_NODE", "4")]),
+            "launch: … SLURM_TASKS_PER_NODE is `4` … tasks of every node … SLURM_NODEID = 1"
+        );
+        assert_says!(
+            error(&[NODES, ("SLURM_STEP_NODELIST", "node[")]),
+            "launch: … SLURM_STEP_NODELIST is `node[` … `node[01-04]` … MASTER_ADDR …"
+        );
+        assert_says!(error(&[NODES, ("MASTER_PORT", "0")]), "launch: MASTER_PORT is `0` … 1-65535");
+        assert_says!(
+            error(&[NODES, ("WORLD_SIZE", "8")]),
+            "launch: WORLD_SIZE = 8 contradicts SLURM_NTASKS = 4 (environment `slurm`) …"
+        );
+        assert_says!(
+            error(&[NODES, ("RANK", "0")]),
+            "launch: RANK = 0 contradicts SLURM_PROCID = 3 (environment `slurm`) …"
+        );
+        assert_says!(
+            error(&[NODES, ("SLURM_RESTART_COUNT", "some")]),
+            "launch: … SLURM_RESTART_COUNT is `some` … requeued, a number"
+        );
+        assert_says!(
+            build(&[NODES]).validate_settings(4, 1).unwrap_err(),
+            "launch: `trainer.devices` = 4 … = 1, but 2 of the 4 … (environment `slurm`). Start 4 …"
+        );
         // In wrapping arithmetic this makes 4.
         assert!(build(&[NODES]).validate_settings((1 << 63) + 2, 2).is_err());
-        insta::assert_snapshot!(build(&[NODES]).validate_settings(4, 2).unwrap_err(), @"launch: trainer.devices = 4 and trainer.num_nodes = 2 make 8 ranks, but SLURM_NTASKS = 4 were started (environment `slurm`). Set trainer.devices = 2 and trainer.num_nodes = 2, or start 8 processes");
+        assert_says!(
+            build(&[NODES]).validate_settings(4, 2).unwrap_err(),
+            "launch: trainer.devices = 4 … make 8 ranks, but SLURM_NTASKS = 4 … start 8 …"
+        );
     }
 }

@@ -80,6 +80,8 @@ mod tests {
     use std::io;
     use std::sync::{Arc, Mutex};
 
+    use fulgurite_test_message::assert_says;
+
     use super::*;
 
     /// Fails with this error from the second write on, and counts writes.
@@ -113,6 +115,6 @@ mod tests {
         let mut sink = JsonLines::new(Failing(ErrorKind::StorageFull, Arc::default()));
         let event = Event::Checkpoint { step: 1, path: "p".into(), blocked_s: 0.5 };
         sink.event(&event).unwrap();
-        insta::assert_snapshot!(sink.event(&event).unwrap_err(), @"writing an event to stdout: no storage space");
+        assert_says!(sink.event(&event).unwrap_err(), "writing … to stdout: no storage space");
     }
 }

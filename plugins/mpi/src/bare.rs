@@ -123,13 +123,15 @@ fn same(name: &str, one: usize, other: usize) -> Result<c_int> {
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
+
     use super::*;
 
     #[test]
     fn mismatched_lengths_are_refused() {
         assert_eq!(same("MPI_Allreduce", 3, 3).unwrap(), 3);
         let error = |one, other| same("MPI_Allreduce", one, other).unwrap_err().to_string();
-        insta::assert_snapshot!(error(3, 4), @"MPI_Allreduce: 3 values and 4 of the result");
-        insta::assert_snapshot!(error(1 << 31, 1 << 31), @"MPI_Allreduce: 2147483648 values are more than MPI counts, 2147483647");
+        assert_says!(error(3, 4), "MPI_Allreduce: 3 values and 4 of the result");
+        assert_says!(error(1 << 31, 1 << 31), "MPI_Allreduce: 2147483648 … more than … 2147483647");
     }
 }

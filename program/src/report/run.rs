@@ -232,6 +232,8 @@ fn read_csv(run: &mut Run, path: &Path) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
+
     use super::*;
 
     fn run_of(files: &[(&str, &str)]) -> Result<Run> {
@@ -260,10 +262,16 @@ mod tests {
             let error = run_of(&[(name, text)]).unwrap_err().to_string();
             error.rsplit_once('/').unwrap().1.to_owned()
         };
-        insta::assert_snapshot!(error("metrics.jsonl", "{\"step\":1}\nnonsense\n"), @"metrics.jsonl:2: no JSON: expected ident at line 1 column 2");
-        insta::assert_snapshot!(error("metrics.jsonl", "{\"loss\":1}\n"), @"metrics.jsonl:1: expected an object with a `step`");
-        insta::assert_snapshot!(error("metrics.csv", "step,loss\n1,high\n"), @r#"metrics.csv: line 2: `loss`: expected a number, found "high""#);
-        insta::assert_snapshot!(error("metrics.csv", "loss\n1\n"), @"metrics.csv: there is no column `step`");
+        assert_says!(
+            error("metrics.jsonl", "{\"step\":1}\nnonsense\n"),
+            "metrics.jsonl:2: no JSON … line 1 column 2"
+        );
+        assert_says!(error("metrics.jsonl", "{\"loss\":1}\n"), "metrics.jsonl:1 … object … `step`");
+        assert_says!(
+            error("metrics.csv", "step,loss\n1,high\n"),
+            r#"metrics.csv: line 2: `loss` … a number, found "high""#
+        );
+        assert_says!(error("metrics.csv", "loss\n1\n"), "metrics.csv: there is no column `step`");
     }
 
     #[test]

@@ -7,6 +7,7 @@ use std::process::Command;
 use fulgurite::core::strategy::BuildContext;
 use fulgurite::prelude::*;
 use fulgurite::strategies::SingleDevice;
+use fulgurite_test_message::assert_says;
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -133,13 +134,13 @@ model: 29 tensors (29 F32), 27,712 elements, 108.25 KiB
 #[test]
 fn not_a_checkpoint_is_refused() {
     let scratch = Scratch::new();
-    insta::assert_snapshot!(scratch.fails("inspect nothing"), @"error: checkpoint nothing: there is no such file or directory");
+    assert_says!(scratch.fails("inspect nothing"), "error: checkpoint nothing … no such file …");
     fs::create_dir(scratch.path("empty")).unwrap();
-    insta::assert_snapshot!(scratch.fails("verify empty"), @"error: checkpoint empty: there are no weights here: expected model.safetensors, model.safetensors.index.json with its shards, or a .safetensors file");
+    assert_says!(scratch.fails("verify empty"), "error: checkpoint empty … no weights here …");
     scratch.checkpoint("runs/step-00000000", 1);
-    insta::assert_snapshot!(scratch.fails("verify runs"), @"error: checkpoint runs: this directory is no checkpoint but has some in it; name one, such as runs/step-00000000");
+    assert_says!(scratch.fails("verify runs"), "error: checkpoint runs … no checkpoint but has …");
     fs::write(scratch.path("runs/step-00000000/manifest.json"), "{\"format\": ").unwrap();
-    insta::assert_snapshot!(scratch.fails("inspect runs/step-00000000"), @"error: checkpoint runs/step-00000000/manifest.json: the manifest is damaged or incomplete: EOF while parsing a value at line 1 column 11");
+    assert_says!(scratch.fails("inspect runs/step-00000000"), "error: … the manifest is damaged …");
     let usage = scratch.run("convert a b");
     assert_eq!(usage.code, 2);
     insta::assert_snapshot!(usage.stderr, @r#"
@@ -156,7 +157,7 @@ For more information, try '--help'.
 fn verify_names_damaged_files() {
     let scratch = Scratch::new();
     scratch.checkpoint("c", 1);
-    insta::assert_snapshot!(scratch.ok("verify c"), @"c: 9 tensors, 696 B, all as written");
+    assert_says!(scratch.ok("verify c"), "c: 9 tensors, 696 B, all as written");
     let shard = "c/model/shard-00001-model-00001-of-00001.safetensors";
     let whole = fs::read(scratch.path(shard)).unwrap();
     let mut damaged = whole.clone();
@@ -174,7 +175,7 @@ c is damaged in 2 places
     assert_eq!(json["damages"][0]["file"], shard);
     assert_eq!(json["damages"].as_array().unwrap().len(), 2);
     fs::write(scratch.path(shard), &whole[..whole.len() - 1]).unwrap();
-    insta::assert_snapshot!(scratch.fails("verify c"), @"error: checkpoint c/model/shard-00001-model-00001-of-00001.safetensors: this shard is truncated: it has 671 bytes of 672; it holds parts of 3 tensors, such as `model.embed.weight`");
+    assert_says!(scratch.fails("verify c"), "error: checkpoint … truncated … 671 bytes of 672 …");
     assert!(scratch.json("verify c --json")["error"].as_str().unwrap().contains("truncated"));
     fs::remove_file(scratch.path(shard)).unwrap();
     assert!(scratch.fails("verify c").contains("is missing"));
@@ -327,7 +328,7 @@ fn hugging_face_directories_go_through() {
     assert!(scratch.finds("diff hf again --json").contains("\"change\": \"values\""));
     let error =
         scratch.fails("convert hf x --to full --rename model.layers.0=a --rename model.layers.1=a");
-    insta::assert_snapshot!(error, @"error: checkpoint hf: `model.layers.0.input_layernorm.weight` and `model.layers.1.input_layernorm.weight` would both be called `a.input_layernorm.weight`");
+    assert_says!(error, "error: checkpoint hf … would both be called `a.input_layernorm.weight`");
 }
 
 #[test]
@@ -335,16 +336,22 @@ fn nothing_is_overwritten_unasked() {
     let scratch = Scratch::new();
     scratch.checkpoint("c", 1);
     scratch.checkpoint("other", 2);
-    insta::assert_snapshot!(scratch.fails("consolidate c other"), @"error: checkpoint ./other: exists already; name another output, or say `--overwrite` to replace it");
+    assert_says!(scratch.fails("consolidate c other"), "error: checkpoint ./other: exists …");
     scratch.ok("diff other other");
     scratch.ok("consolidate c other --overwrite");
     scratch.ok("diff c other");
     fs::create_dir(scratch.path("thesis")).unwrap();
     fs::write(scratch.path("thesis/chapter"), "1").unwrap();
-    insta::assert_snapshot!(scratch.fails("consolidate c thesis --overwrite"), @"error: checkpoint ./thesis: there is something here that is no checkpoint; it is not overwritten. Move it away or name another output");
-    insta::assert_snapshot!(scratch.fails("consolidate c c/full"), @"error: checkpoint c/full: the output would be inside of the input; name another place");
-    insta::assert_snapshot!(scratch.fails("reshard c x --shards 0"), @"error: a distributed checkpoint has at least one shard");
-    insta::assert_snapshot!(scratch.fails("convert c x --to full --shards 2"), @"error: --shards means nothing for this format; leave it out");
+    assert_says!(
+        scratch.fails("consolidate c thesis --overwrite"),
+        "error: checkpoint ./thesis … no checkpoint … not overwritten …"
+    );
+    assert_says!(scratch.fails("consolidate c c/full"), "error: checkpoint c/full … inside of …");
+    assert_says!(scratch.fails("reshard c x --shards 0"), "error: a distributed … least one shard");
+    assert_says!(
+        scratch.fails("convert c x --to full --shards 2"),
+        "error: --shards means nothing for this format …"
+    );
     // In-place output: the replaced checkpoint is read completely first.
     scratch.ok("reshard c c --shards 2 --overwrite");
     scratch.ok("diff c other");

@@ -4,6 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+use fulgurite_test_message::assert_says;
 use serde_json::{Value, json};
 
 use crate::tasks::{fixture, folder};
@@ -112,10 +113,16 @@ fn bad_questions_are_named() {
         assert!(!output.status.success());
         String::from_utf8(output.stderr).unwrap().lines().last().unwrap_or_default().to_owned()
     };
-    insta::assert_snapshot!(said("{\"context\": \"x\"}"), @"error: `trainer.callbacks`, choices: questions.jsonl, line 1 is no object with `context`, `choices` and `answer`: missing field `choices` at line 1 column 16");
-    insta::assert_snapshot!(said(r#"{"context": "x", "choices": ["a"], "answer": 0}"#), @"error: `trainer.callbacks`, choices: questions.jsonl, line 1 needs two choices or more, none of them empty");
-    insta::assert_snapshot!(said(r#"{"context": "x", "choices": ["a", "b"], "answer": 2}"#), @"error: `trainer.callbacks`, choices: questions.jsonl, line 1 has the answer 2 of 2 choices, from 0 on");
-    insta::assert_snapshot!(said(""), @"error: `trainer.callbacks`, choices: questions.jsonl has no questions");
+    assert_says!(said("{\"context\": \"x\"}"), "error: `trainer.callbacks` … field `choices` …");
+    assert_says!(
+        said(r#"{"context": "x", "choices": ["a"], "answer": 0}"#),
+        "error: `trainer.callbacks`, choices: questions.jsonl, line 1 needs two choices …"
+    );
+    assert_says!(
+        said(r#"{"context": "x", "choices": ["a", "b"], "answer": 2}"#),
+        "error: `trainer.callbacks`, choices: questions.jsonl, line 1 … answer 2 of 2 …"
+    );
+    assert_says!(said(""), "error: `trainer.callbacks` … questions.jsonl has no questions");
 }
 
 /// Questions that do not fit the model are found before its first step.
@@ -136,6 +143,9 @@ fn questions_beyond_the_model_are_named() {
         assert!(!output.status.success());
         String::from_utf8(output.stderr).unwrap().lines().last().unwrap_or_default().to_owned()
     };
-    insta::assert_snapshot!(said(""), @"error: `trainer.callbacks`, choices: question 0 has a choice of which no token follows another; give it a context");
-    insta::assert_snapshot!(said(&"the ".repeat(300)), @"error: `trainer.callbacks`, choices: question 0 has a context and a choice of 301 tokens, and the model 64 positions");
+    assert_says!(said(""), "error: `trainer.callbacks`, choices: question 0 … no token follows …");
+    assert_says!(
+        said(&"the ".repeat(300)),
+        "error: `trainer.callbacks` … 301 tokens … 64 positions"
+    );
 }

@@ -5,6 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
+use fulgurite_test_message::assert_says;
 use insta::assert_snapshot;
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -285,14 +286,35 @@ fn wrong_questions_are_named() {
         let said = String::from_utf8(output.stderr).unwrap();
         said.lines().last().unwrap_or_default().to_owned()
     };
-    assert_snapshot!(said(r#"{"prompt": 1, "answer": "x"}"#, ""), @"error: `trainer.callbacks`, answers: q.jsonl, line 1 has a `prompt` that is neither a text nor a list of messages");
-    assert_snapshot!(said(r#"{"prompt": "x", "answer": {}}"#, ""), @"error: `trainer.callbacks`, answers: q.jsonl, line 1 has the answer {}: expected a text or a number");
-    assert_snapshot!(said(r#"{"prompt": "x", "answer": "x"}"#, "match='numeric'"), @r#"error: `trainer.callbacks`, answers: q.jsonl, line 1 has the answer "x", which is no number (match = "numeric")"#);
-    assert_snapshot!(said(r#"{"prompt": "x", "answer": "("}"#, "match='regex'"), @r#"error: `trainer.callbacks`, answers: q.jsonl, line 1 has the answer "(", which is no regular expression: Parsing error at position 1: Opening parenthesis without closing parenthesis"#);
-    assert_snapshot!(said(r#"{"prompt": "x", "answer": "x"}"#, "filter='('"), @"error: `trainer.callbacks`, answers: `filter`: is no regular expression: Parsing error at position 1: Opening parenthesis without closing parenthesis");
-    assert_snapshot!(said(r#"{"prompt": "x", "answer": "x"}"#, "batch_size=0"), @"error: `trainer.callbacks`, answers: `batch_size`: must be at least 1, found 0");
-    assert_snapshot!(said(r#"{"prompt": [], "answer": "x"}"#, ""), @"error: `trainer.callbacks`, answers: prompt 0 is a list of messages, and the data has no chat template");
-    assert_snapshot!(said(r#"{"prompt": "x"}"#, ""), @"error: `trainer.callbacks`, answers: q.jsonl, line 1 is no object with `prompt` (a text or messages) and `answer` (a text, a number or a list of texts): missing field `answer` at line 1 column 15");
+    assert_says!(
+        said(r#"{"prompt": 1, "answer": "x"}"#, ""),
+        "error: `trainer.callbacks`, answers: q.jsonl, line 1 … `prompt` … neither a text nor …"
+    );
+    assert_says!(
+        said(r#"{"prompt": "x", "answer": {}}"#, ""),
+        "error: `trainer.callbacks`, answers: q.jsonl, line 1 … answer {} … a text or a number"
+    );
+    assert_says!(
+        said(r#"{"prompt": "x", "answer": "x"}"#, "match='numeric'"),
+        r#"error: `trainer.callbacks`, answers: q.jsonl, line 1 … answer "x" … no number …"#
+    );
+    assert_says!(
+        said(r#"{"prompt": "x", "answer": "("}"#, "match='regex'"),
+        r#"error: `trainer.callbacks` … q.jsonl, line 1 … "(" … no regular expression …"#
+    );
+    assert_says!(
+        said(r#"{"prompt": "x", "answer": "x"}"#, "filter='('"),
+        "error: `trainer.callbacks`, answers: `filter`: is no regular expression …"
+    );
+    assert_says!(
+        said(r#"{"prompt": "x", "answer": "x"}"#, "batch_size=0"),
+        "error: `trainer.callbacks`, answers: `batch_size` … at least 1, found 0"
+    );
+    assert_says!(
+        said(r#"{"prompt": [], "answer": "x"}"#, ""),
+        "error: `trainer.callbacks`, answers: prompt 0 … list of messages … no chat template"
+    );
+    assert_says!(said(r#"{"prompt": "x"}"#, ""), "error: `trainer.callbacks` … field `answer` …");
 }
 
 #[test]
@@ -334,9 +356,18 @@ fn unusable_samples_are_refused() {
         assert!(!output.status.success());
         String::from_utf8_lossy(&output.stderr).lines().last().unwrap_or_default().to_owned()
     };
-    assert_snapshot!(refused(r#"{ type = "samples" }"#), @"error: `trainer.callbacks`, samples: `prompts`: name at least one prompt");
-    assert_snapshot!(refused(r#"{ type = "samples", prompts = ["a"], top_p = 2 }"#), @"error: `trainer.callbacks`, samples: `top_p`: must be above 0 and at most 1, found 2");
-    assert_snapshot!(refused(r#"{ type = "samples", prompts = [""] }"#), @"error: `trainer.callbacks`, samples: prompt 0: the prompt is empty; a model continues at least one token");
+    assert_says!(
+        refused(r#"{ type = "samples" }"#),
+        "error: `trainer.callbacks`, samples: `prompts` … at least one prompt"
+    );
+    assert_says!(
+        refused(r#"{ type = "samples", prompts = ["a"], top_p = 2 }"#),
+        "error: `trainer.callbacks`, samples: `top_p` … above 0 and at most 1, found 2"
+    );
+    assert_says!(
+        refused(r#"{ type = "samples", prompts = [""] }"#),
+        "error: `trainer.callbacks`, samples: prompt 0: the prompt is empty …"
+    );
 }
 
 #[test]
@@ -352,15 +383,30 @@ fn unusable_requests_start_no_rank() {
         let two = ["--model", &fixtures[model], "--devices", "2", "--set", "trainer.strategy=fsdp"];
         refusal(dir, &[&two[..], args].concat())
     };
-    assert_snapshot!(of("llama", &[]), @"error: there is no prompt; give one with --prompt, --prompt-ids or --input");
-    assert_snapshot!(of("none", &["--prompt-ids", "3"]), @"error: --model: none: there is no such folder; expected a folder with config.json and weights");
-    assert_snapshot!(of("llama", &["--prompt", "hello"]), @"error: prompt 0 is a text, and no tokenizer is known; name one with `data.tokenizer` (`--tokenizer` of `fulgurite generate`), or give the prompt as tokens");
-    assert_snapshot!(of("llama", &["--prompt-ids", "3,x"]), @"error: --prompt-ids is `3,x`; it should be tokens, such as 7,3,11");
-    assert_snapshot!(of("llama", &["--prompt-ids", "3", "--prompt-ids", "4,43"]), @"error: data: prompt 1: token 43 is not of the model, whose tokens are below 43; is the tokenizer another model's?");
-    assert_snapshot!(of("llama", &["--tokenizer", "bytes", "--prompt", ""]), @"error: data: prompt 0: the prompt is empty; a model continues at least one token");
-    assert_snapshot!(of("gpt2", &["--prompt-ids", "3", "--max-new-tokens", "33"]), @"error: data: prompt 0: the prompt has 1 token, and the model 32 positions, of which 33 new tokens need 33; shorten the prompt, or ask for at most 32 new tokens");
-    assert_snapshot!(of("phi3", &["--prompt-ids", "3,4", "--max-new-tokens", "9"]), @"error: data: prompt 0: the prompt has 2 tokens, and the frequencies of the rotary embedding change before 10 tokens, which changes keys that are cached; ask for at most 7 new tokens");
-    assert_snapshot!(of("bert_masked", &["--prompt-ids", "3"]), @r#"error: `model.type`: a model of type "bert" is of another kind than this `module.type` needs: a decoder that continues texts, such as "llama"; choose another model, or another `module.type`"#);
+    assert_says!(of("llama", &[]), "error: there is no prompt … --prompt, --prompt-ids or --input");
+    assert_says!(of("none", &["--prompt-ids", "3"]), "error: --model: none … no such folder …");
+    assert_says!(of("llama", &["--prompt", "hello"]), "error: prompt 0 is a text … no tokenizer …");
+    assert_says!(of("llama", &["--prompt-ids", "3,x"]), "error: --prompt-ids is `3,x` … tokens …");
+    assert_says!(
+        of("llama", &["--prompt-ids", "3", "--prompt-ids", "4,43"]),
+        "error: data: prompt 1: token 43 is not of the model … below 43 … tokenizer …"
+    );
+    assert_says!(
+        of("llama", &["--tokenizer", "bytes", "--prompt", ""]),
+        "error: data: prompt 0: the prompt is empty …"
+    );
+    assert_says!(
+        of("gpt2", &["--prompt-ids", "3", "--max-new-tokens", "33"]),
+        "error: data: prompt 0 … has 1 token … 32 positions … at most 32 new tokens"
+    );
+    assert_says!(
+        of("phi3", &["--prompt-ids", "3,4", "--max-new-tokens", "9"]),
+        "error: data: prompt 0 … 2 tokens … rotary … 10 tokens … at most 7 new tokens"
+    );
+    assert_says!(
+        of("bert_masked", &["--prompt-ids", "3"]),
+        r#"error: `model.type` … "bert" is of another kind … `module.type` needs: a decoder …"#
+    );
     for (args, key) in [
         (["--temperature=-1", "--n=1"], "temperature"),
         (["--top-p", "2"], "top_p"),
@@ -372,7 +418,10 @@ fn unusable_requests_start_no_rank() {
         let refused = of("llama", &[&["--prompt-ids", "3"][..], &args].concat());
         assert!(refused.starts_with(&format!("error: `data.{key}`: must be ")), "{refused}");
     }
-    assert_snapshot!(of("llama", &["--prompt-ids", "3", "--stop", "x"]), @"error: `data.stop`: texts that end an answer need `data.tokenizer`");
+    assert_says!(
+        of("llama", &["--prompt-ids", "3", "--stop", "x"]),
+        "error: `data.stop` … need `data.tokenizer`"
+    );
     let few = ["--prompt-ids", "3", "--max-new-tokens", "4", "--adapter"];
     let other = of("gpt2", &[&few[..], &[&llama_adapter]].concat());
     assert!(other.contains("does not") || other.contains("no layer"), "{other}");
@@ -380,9 +429,9 @@ fn unusable_requests_start_no_rank() {
     assert!(other.contains("does not fit this model"), "{other}");
     fs::write(dir.join("prompts.txt"), "one\n\nthree\n").unwrap();
     let file = ["--tokenizer", "bytes", "--input", "prompts.txt"];
-    assert_snapshot!(of("llama", &file), @"error: data: prompts.txt, line 2 (data.path) is empty; each line is a prompt");
+    assert_says!(of("llama", &file), "error: data: prompts.txt, line 2 (data.path) is empty …");
     fs::write(dir.join("prompts.jsonl"), "{\"prompt\": \"a\", \"ids\": [3]}\n").unwrap();
-    assert_snapshot!(of("llama", &["--input", "prompts.jsonl"]), @"error: data: prompts.jsonl, line 1 (data.path) needs one of `prompt`, a text, `ids`, a list of tokens, and `messages`, a conversation");
+    assert_says!(of("llama", &["--input", "prompts.jsonl"]), "error: data: … line 1 … needs one …");
 }
 
 /// A prompt with `--chat` is the same conversation as `messages` of a file.

@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::Path;
 
+use fulgurite_test_message::assert_says;
 use serde_json::json;
 
 use crate::models::{assert_close, losses_of, root, run};
@@ -226,7 +227,7 @@ fn references_come_from_predictions() {
         said.lines().last().unwrap_or_default().to_owned()
     };
     let reference = "model.reference=data";
-    insta::assert_snapshot!(says(&[]), @r#"error: `data.reference_path`: is read for `model.reference` = "data" alone; set that too, or leave the file out"#);
+    assert_says!(says(&[]), r#"error: `data.reference_path` … `model.reference` = "data" alone …"#);
     let (is_right, said) = check(&[reference]);
     assert!(is_right, "{said}");
     // Mismatched answers come from rows of one key.
@@ -235,14 +236,20 @@ fn references_come_from_predictions() {
     let both = "data.reference_path=['answers-reference.jsonl', 'others-reference.jsonl']";
     let (is_right, said) = check(&[&others[..], &[both]].concat());
     assert!(is_right, "{said}");
-    insta::assert_snapshot!(says(&[reference, "data.seq_len=4"]), @"error: data: answers.jsonl, line 1 has an answer whose log-probability is not in data.reference_path; predict all rows of each key, with the same options of `[data]`, such as data.tokenizer and data.seq_len");
-    insta::assert_snapshot!(says(&[reference, "data.reference_path=answers.jsonl"]), @r#"error: data: answers.jsonl, line 1 has no column "outputs" (data.reference_path); it has completion, label, prompt"#);
+    assert_says!(says(&[reference, "data.seq_len=4"]), "error: data: answers.jsonl … is not in …");
+    assert_says!(
+        says(&[reference, "data.reference_path=answers.jsonl"]),
+        r#"error: data: answers.jsonl, line 1 has no column "outputs" …"#
+    );
     fs::write(
         dir.path().join("broken.jsonl"),
         "{\"outputs\": {\"own\": {\"key\": \"0\", \"logp\": null}}}\n",
     )
     .unwrap();
-    insta::assert_snapshot!(says(&[reference, "data.reference_path=broken.jsonl"]), @"error: data: broken.jsonl, line 1 has no log-probabilities of answers, as `fulgurite predict` writes them for a `preference` or `kto`: invalid type: null, expected f32");
+    assert_says!(
+        says(&[reference, "data.reference_path=broken.jsonl"]),
+        "error: data: broken.jsonl, line 1 has no log-probabilities … null, expected f32"
+    );
 }
 
 #[test]
@@ -264,11 +271,26 @@ fn wrong_judgements_are_refused() {
         said.lines().last().unwrap_or_default().to_owned()
     };
     let good = r#"{"prompt": "the cat", "completion": " is good", "label": true}"#;
-    insta::assert_snapshot!(refused(r#"{"prompt": "the", "completion": " cat"}"#, &[]), @"error: data: wrong.jsonl, line 1 has no `label`: expected true for a good answer, false for a bad one, beside `prompt` and `completion` or `messages`");
-    insta::assert_snapshot!(refused(r#"{"prompt": "the", "completion": " cat", "label": 0.5}"#, &[]), @"error: data: wrong.jsonl, line 1 has the `label` 0.5: expected true or false");
-    insta::assert_snapshot!(refused(r#"{"messages": [{"role": "user", "content": "the"}], "label": false}"#, &["data.chat_template=chatml"]), @"error: data: wrong.jsonl, line 1 has messages that do not end with an answer to a message");
-    insta::assert_snapshot!(refused(good, &["model.reference=data"]), @r#"error: data: `model.reference` is "data", and the data has no log-probabilities; predict them and name the file (data.reference_path)"#);
-    insta::assert_snapshot!(refused(good, &["model.desirable_weight=-1"]), @"error: `model.desirable_weight`: must be above 0, found -1");
+    assert_says!(
+        refused(r#"{"prompt": "the", "completion": " cat"}"#, &[]),
+        "error: data: wrong.jsonl, line 1 has no `label`: expected true … false …"
+    );
+    assert_says!(
+        refused(r#"{"prompt": "the", "completion": " cat", "label": 0.5}"#, &[]),
+        "error: data: wrong.jsonl, line 1 has the `label` 0.5 … true or false"
+    );
+    assert_says!(
+        refused(
+            r#"{"messages": [{"role": "user", "content": "the"}], "label": false}"#,
+            &["data.chat_template=chatml"]
+        ),
+        "error: data: wrong.jsonl, line 1 has messages that do not end with an answer …"
+    );
+    assert_says!(
+        refused(good, &["model.reference=data"]),
+        r#"error: data: `model.reference` is "data" … no log-probabilities … (data.reference_path)"#
+    );
+    assert_says!(refused(good, &["model.desirable_weight=-1"]), "… `model.desirable_weight` … -1");
 }
 
 #[test]
@@ -315,13 +337,18 @@ fn wrong_references_are_refused() {
     let fixture = root().join("plugins/models/tests/fixtures/llama_yarn");
     let model = format!("model.from_pretrained={}", fixture.display());
     let says = |sets: &[&str]| refused(&[&[model.as_str()], sets].concat());
-    insta::assert_snapshot!(says(&["model.reference=data"]), @r#"error: data: `model.reference` is "data", and not every row has `reference_chosen_logp` and `reference_rejected_logp`; predict them and name the file (data.reference_path)"#);
-    insta::assert_snapshot!(says(&["model.reference=base"]), @r#"error: `model.reference`: expected "auto" or "data", found "base""#);
-    insta::assert_snapshot!(says(&["model.preference_loss=ppo"]), @r#"error: `model.preference_loss`: expected one of "dpo", "hinge", "ipo", "orpo", found "ppo""#);
-    insta::assert_snapshot!(says(&["model.beta=0"]), @"error: `model.beta`: must be above 0, found 0");
-    insta::assert_snapshot!(says(&[LORA, "trainer.adapters.modules_to_save=['lm_head']"]), @r#"error: `model.reference`: the reference is the model with adapters off, and `trainer.adapters.modules_to_save` or `bias` train the model's own weights; leave them out, or set it to "data""#);
-    insta::assert_snapshot!(
-        refused(&["model={ type='llama', hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2 }"]),
-        @"error: `model.reference`: there are no weights to start from (model.from_pretrained), of which the reference is a copy"
+    assert_says!(says(&["model.reference=data"]), "error … `model.reference` … not every row …");
+    assert_says!(says(&["model.reference=base"]), r#"error: `model.reference` … found "base""#);
+    assert_says!(says(&["model.preference_loss=ppo"]), r#"error: `model.preference_loss` … "ppo""#);
+    assert_says!(says(&["model.beta=0"]), "error: `model.beta`: must be above 0, found 0");
+    assert_says!(
+        says(&[LORA, "trainer.adapters.modules_to_save=['lm_head']"]),
+        r#"error: `model.reference` … `trainer.adapters.modules_to_save` or `bias` … "data""#
+    );
+    assert_says!(
+        refused(&[
+            "model={ type='llama', hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2 }"
+        ]),
+        "error: `model.reference` … no weights to start from (model.from_pretrained) …"
     );
 }

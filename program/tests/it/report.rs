@@ -3,6 +3,8 @@
 use std::path::Path;
 use std::process::Command;
 
+use fulgurite_test_message::assert_says;
+
 /// Runs `fulgurite report` with these words; returns the output and whether it succeeded.
 fn report(dir: &Path, words: &[&str]) -> (String, bool) {
     let output = Command::new(env!("CARGO_BIN_EXE_fulgurite"))
@@ -103,11 +105,11 @@ fn wrong_input_is_named() {
         let said = refused(words);
         said.strip_suffix(hint).unwrap_or_else(|| panic!("{said}")).to_owned()
     };
-    insta::assert_snapshot!(without_hint(&["none"]), @"error: none: there is no such directory");
-    insta::assert_snapshot!(without_hint(&["logs", "empty"]), @"error: empty: this is no run, and no run is in it");
-    insta::assert_snapshot!(without_hint(&["empty/notes.txt"]), @"error: empty/notes.txt: this is no directory");
-    insta::assert_snapshot!(refused(&["bad"]), @"error: bad/config.toml: TOML parse error at line 1, column 8");
-    insta::assert_snapshot!(refused(&["logs", "-o", "empty/notes.txt"]), @"error: empty/notes.txt is there already and is no report; choose another name with `--output`");
+    assert_says!(without_hint(&["none"]), "error: none: there is no such directory");
+    assert_says!(without_hint(&["logs", "empty"]), "error: empty … no run, and no run is in it");
+    assert_says!(without_hint(&["empty/notes.txt"]), "error: empty/notes.txt … no directory");
+    assert_says!(refused(&["bad"]), "error: bad/config.toml: TOML parse error at line 1, column 8");
+    assert_says!(refused(&["logs", "-o", "empty/notes.txt"]), "error: empty/notes.txt … already …");
     let kept = std::fs::read_to_string(dir.path().join("empty/notes.txt")).unwrap();
     assert_eq!(kept, "mine");
     assert!(

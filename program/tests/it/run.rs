@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use fulgurite_test_message::assert_says;
 use insta::assert_snapshot;
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -161,8 +162,8 @@ fn first_failure_is_reported_on_all_nodes() {
     let outputs = wait(vec![start("0"), start("1")]);
     assert_eq!(outputs[0].status.code(), Some(7));
     assert_eq!(outputs[1].status.code(), Some(7));
-    assert_snapshot!(stderr(&outputs[0]), @"error: rank 3 on node 1 (HOST) ended with exit code 7");
-    assert_snapshot!(stderr(&outputs[1]), @"error: rank 3 on node 1 (HOST) ended with exit code 7");
+    assert_says!(stderr(&outputs[0]), "error: rank 3 on node 1 (HOST) ended with exit code 7");
+    assert_says!(stderr(&outputs[1]), "error: rank 3 on node 1 (HOST) ended with exit code 7");
     assert!(!lives(&marker), "a rank is left");
 }
 
@@ -282,7 +283,7 @@ fn returning_node_rejoins_at_next_restart() {
     // The agent has joined once it reports that it waits.
     let mut said = String::new();
     BufReader::new(second.stderr.as_mut().unwrap()).read_line(&mut said).unwrap();
-    assert_snapshot!(said.trim_end(), @"the job runs on other nodes; this one waits until it is taken in");
+    assert_says!(said.trim_end(), "the job runs on other nodes … waits until it is taken in");
     fs::write(directory.path().join("go"), "").unwrap();
     let outputs = wait(vec![first, second]);
     assert!(outputs.iter().all(|output| output.status.success()), "{}", stderr(&outputs[0]));
@@ -298,7 +299,7 @@ fn signal_ends_ranks_without_restart() {
     terminate(&child);
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(143));
-    assert_snapshot!(stderr(&output), @"interrupted: the ranks finish their step; interrupt again to end them at once");
+    assert_says!(stderr(&output), "interrupted: the ranks finish their step; interrupt again …");
     assert!(!lives(&marker), "a rank is left");
 }
 
@@ -315,7 +316,7 @@ fn signal_to_one_agent_ends_all_nodes() {
         [Some(143); 2]
     );
     assert_snapshot!(stderr(&outputs[0]), @"");
-    assert_snapshot!(stderr(&outputs[1]), @"interrupted: the ranks finish their step; interrupt again to end them at once");
+    assert_says!(stderr(&outputs[1]), "interrupted … finish their step; interrupt again …");
     assert!(!lives(&marker), "a rank is left");
 }
 
@@ -340,7 +341,7 @@ fn failure_after_signal_ends_all_nodes() {
     interrupted: the ranks finish their step; interrupt again to end them at once
     error: rank 1 on node 1 (HOST) ended with exit code 5
     ");
-    assert_snapshot!(stderr(&outputs[1]), @"error: rank 1 on node 1 (HOST) ended with exit code 5");
+    assert_says!(stderr(&outputs[1]), "error: rank 1 on node 1 (HOST) ended with exit code 5");
     assert!(!lives(&marker), "a rank is left");
 }
 
@@ -402,7 +403,7 @@ fn process_in_own_session_ends_with_rank() {
     );
     let output = run(&[], &script);
     assert!(output.status.success());
-    assert_snapshot!(stderr(&output), @"ended with the job: 1 orphan that ranks had left running");
+    assert_says!(stderr(&output), "ended with the job: 1 orphan …");
     assert!(!lives(&sleep.replace(' ', "\0")), "a process is left");
 }
 
@@ -477,9 +478,9 @@ fn node_rank_belongs_to_one_live_agent() {
 #[test]
 fn wrong_input_is_named() {
     let error = |args: &[&str]| stderr(&run(args, "true"));
-    assert_snapshot!(error(&["--nproc-per-node", "many"]), @"error: launch: --nproc-per-node is `many`; it should be a number or `auto`");
-    assert_snapshot!(error(&["--nproc-per-node", "0"]), @"error: launch: --nproc-per-node must be 1 or more, or 0 on a host that only coordinates the job: the one that --rdzv-endpoint names");
-    assert_snapshot!(error(&["--nnodes", "2"]), @"error: launch: a job of several nodes needs a place where its agents meet: --rdzv-endpoint HOST:PORT, the same on all nodes, with a free port of one of them");
+    assert_says!(error(&["--nproc-per-node", "many"]), "error: … --nproc-per-node is `many` …");
+    assert_says!(error(&["--nproc-per-node", "0"]), "error: launch: --nproc-per-node must be 1 …");
+    assert_says!(error(&["--nnodes", "2"]), "error: launch … several nodes … --rdzv-endpoint …");
     assert_snapshot!(error(&["--nnodes", "2:1"]), @"
     error: invalid value '2:1' for '--nnodes <M|MIN:MAX>': launch: the nodes are `2:1`; they should be a number such as 2, or the least and the most such as 1:4, of 1 to 4096
 
@@ -490,15 +491,27 @@ fn wrong_input_is_named() {
 
     For more information, try '--help'.
     ");
-    assert_snapshot!(error(&["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:9", "--node-rank", "2"]), @"error: launch: --node-rank is 2; of 2 nodes the ranks are 0 to 1");
-    assert_snapshot!(error(&["--nnodes", "2", "--rdzv-endpoint", "a,b"]), @"error: launch: --rdzv-endpoint names 2 hosts; it should be one, or an odd number of them such as 3: the job goes on while more than half of them are there, and of 2 the loss of either would end it");
-    assert_snapshot!(error(&["--nnodes", "2", "--rdzv-endpoint", "a,b,a:29400"]), @"error: launch: --rdzv-endpoint names a:29400 twice");
+    assert_says!(
+        error(&["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:9", "--node-rank", "2"]),
+        "error: launch: --node-rank is 2 … 2 nodes … 0 to 1"
+    );
+    assert_says!(
+        error(&["--nnodes", "2", "--rdzv-endpoint", "a,b"]),
+        "error: launch: --rdzv-endpoint names 2 hosts … one, or an odd number …"
+    );
+    assert_says!(
+        error(&["--nnodes", "2", "--rdzv-endpoint", "a,b,a:29400"]),
+        "error: launch: --rdzv-endpoint names a:29400 twice"
+    );
     let mut keyless = agent(&["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:9"], "true");
-    assert_snapshot!(stderr(&keyless.env_remove("FULGURITE_JOB_KEY").output().unwrap()), @"error: launch: agents of several nodes need a secret, so that strangers cannot join the job, read it or end it: set FULGURITE_JOB_KEY, the same on all nodes, to what `openssl rand -hex 16` gives, or name a file with it by --job-key-file");
+    assert_says!(
+        stderr(&keyless.env_remove("FULGURITE_JOB_KEY").output().unwrap()),
+        "error: launch … several nodes need a secret … FULGURITE_JOB_KEY … --job-key-file"
+    );
     let mut missing = Command::new(env!("CARGO_BIN_EXE_fulgurite"));
     let missing = missing.args(["run", "--", "/no/such/program"]).output().unwrap();
-    assert_snapshot!(stderr(&missing), @"error: node 0 (HOST): launch: rank 0 cannot be started: running `/no/such/program`: No such file or directory (os error 2)");
-    assert_snapshot!(error(&["--rdzv-id", "../other"]), @"error: launch: --rdzv-id is `../other`; it names a folder of logs, so it should be of 1 to 128 letters, digits, and the signs - _ . : (no . in front)");
+    assert_says!(stderr(&missing), "error: node 0 (HOST) … rank 0 cannot … `/no/such/program` …");
+    assert_says!(error(&["--rdzv-id", "../other"]), "error: launch: --rdzv-id is `../other` …");
     let unreachable = [
         "--nnodes",
         "2",
@@ -509,12 +522,12 @@ fn wrong_input_is_named() {
         "--join-timeout-secs",
         "1",
     ];
-    assert_snapshot!(error(&unreachable), @"error: launch: the rendezvous at 127.0.0.1:9 cannot be joined: store at 127.0.0.1:9: no store answered within 1s (Connection refused (os error 111)). The agent on that host hosts it: check that it runs, and that other hosts may reach the port");
+    assert_says!(error(&unreachable), "error: launch … 127.0.0.1:9 … Connection refused …");
     // Another listener, not a store, holds the port.
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let at = taken.local_addr().unwrap().to_string();
     let taken_by_another = ["--nnodes", "2", "--rdzv-endpoint", &at, "--join-timeout-secs", "1"];
-    assert_snapshot!(error(&taken_by_another).replace(&at, "HERE"), @"error: launch: the rendezvous at HERE cannot be joined: store at HERE: no store answered within 1s (something listens there but does not answer). The agent on that host hosts it: check that it runs, and that other hosts may reach the port. It cannot be hosted here either: Address already in use (os error 98)");
+    assert_says!(error(&taken_by_another).replace(&at, "HERE"), "error: launch … HERE … listens …");
     let alone = Command::new(env!("CARGO_BIN_EXE_fulgurite")).args(["run"]).output().unwrap();
     assert!(stderr(&alone).contains("required arguments were not provided"), "{}", stderr(&alone));
 }
@@ -551,8 +564,8 @@ fn agents_with_other_options_are_refused() {
     let first = start(&["--nnodes", "2", "--node-rank", "0"]);
     until("the rendezvous", || TcpStream::connect(&endpoint).is_ok());
     let other = wait(vec![start(&["--nnodes", "3", "--node-rank", "1"])]);
-    assert_snapshot!(stderr(&other[0]), @"error: launch: this agent was told --nnodes 3, the one that hosts the rendezvous 2; they must be told the same");
+    assert_says!(stderr(&other[0]), "error: launch … told --nnodes 3 … rendezvous 2 … the same");
     let other = wait(vec![start(&["--nnodes", "2", "--node-rank", "1", "--max-restarts", "2"])]);
-    assert_snapshot!(stderr(&other[0]), @"error: launch: this agent was told --max-restarts 2, the one that hosts the rendezvous 0; they must be told the same");
-    assert_snapshot!(stderr(&wait(vec![first])[0]), @"error: the job has failed: after 3s there are 1 of 2 nodes: HOST. Start the same command on the others, with the same --rdzv-endpoint and --rdzv-id");
+    assert_says!(stderr(&other[0]), "error: launch … --max-restarts 2 … rendezvous 0 … the same");
+    assert_says!(stderr(&wait(vec![first])[0]), "error: the job has failed … 1 of 2 nodes: HOST …");
 }

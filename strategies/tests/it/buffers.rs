@@ -19,6 +19,7 @@ use fulgurite_core::nn::{BatchNorm, BatchNormConfig, Conv2d, Conv2dConfig, Linea
 use fulgurite_core::optim::{AdamW, WeightAverage};
 use fulgurite_core::parallel::{Colwise, Layout, Plan};
 use fulgurite_core::parameter::{BufferOptions, Init};
+use fulgurite_test_message::assert_says;
 use fulgurite_test_support::training::{checkpointed, gather_weights, init, strategy};
 use fulgurite_transports::run_ranks;
 
@@ -449,16 +450,34 @@ fn buffer_names_and_shapes_are_checked() {
     let options = BufferOptions::default();
     b.buffer("mean", [2], Init::ZEROS, options).unwrap();
     b.parameter("weight", [2], Init::ZEROS).unwrap();
-    insta::assert_snapshot!(b.buffer("mean", [2], Init::ZEROS, options).unwrap_err(), @"parameter `mean`: is declared twice; give each its own name, or use `ModuleBuilder::tie` to share one");
-    insta::assert_snapshot!(b.buffer("weight", [2], Init::ZEROS, options).unwrap_err(), @"parameter `weight`: is declared twice; give each its own name, or use `ModuleBuilder::tie` to share one");
-    insta::assert_snapshot!(b.parameter("mean", [2], Init::ZEROS).unwrap_err(), @"parameter `mean`: is declared twice; give each its own name, or use `ModuleBuilder::tie` to share one");
+    assert_says!(
+        b.buffer("mean", [2], Init::ZEROS, options).unwrap_err(),
+        "parameter `mean`: is declared twice … `ModuleBuilder::tie` …"
+    );
+    assert_says!(
+        b.buffer("weight", [2], Init::ZEROS, options).unwrap_err(),
+        "parameter `weight`: is declared twice … `ModuleBuilder::tie` …"
+    );
+    assert_says!(
+        b.parameter("mean", [2], Init::ZEROS).unwrap_err(),
+        "parameter `mean`: is declared twice … `ModuleBuilder::tie` …"
+    );
     let values = Tensor::zeros(3, DType::F32, &Device::Cpu).unwrap();
-    insta::assert_snapshot!(b.buffer("table", [2], values, options).unwrap_err(), @"buffer `table`: has the shape [2] and is given values of shape [3]");
+    assert_says!(
+        b.buffer("table", [2], values, options).unwrap_err(),
+        "buffer `table` … shape [2] … values of shape [3]"
+    );
     let buffer = b.buffer("unset", [2], Init::ZEROS, options).unwrap();
-    insta::assert_snapshot!(buffer.value().unwrap_err(), @"buffer `unset`: has no values: it is used before the model was set up");
-    insta::assert_snapshot!(buffer.set(&Tensor::zeros(3, DType::F32, &Device::Cpu).unwrap()).unwrap_err(), @"buffer `unset`: has the shape [2] and is set to values of [3]");
+    assert_says!(buffer.value().unwrap_err(), "buffer `unset`: has no values … before the model …");
+    assert_says!(
+        buffer.set(&Tensor::zeros(3, DType::F32, &Device::Cpu).unwrap()).unwrap_err(),
+        "buffer `unset` … shape [2] … set to values of [3]"
+    );
     let bias = b.buffer("bias", [2], Init::ZEROS, options.not_set_in_forward()).unwrap();
-    insta::assert_snapshot!(bias.set(&Tensor::zeros(2, DType::F32, &Device::Cpu).unwrap()).unwrap_err(), @"buffer `bias`: is set, as in a forward, and was declared with `not_set_in_forward`; `AfterStep::update` calls `overwrite`");
+    assert_says!(
+        bias.set(&Tensor::zeros(2, DType::F32, &Device::Cpu).unwrap()).unwrap_err(),
+        "buffer `bias`: is set … declared with `not_set_in_forward` … `overwrite`"
+    );
 }
 
 #[test]

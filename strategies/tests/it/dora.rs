@@ -7,6 +7,7 @@ use std::sync::LazyLock;
 
 use fulgurite_core::collective::{Counter, Record};
 use fulgurite_core::module::Adapters;
+use fulgurite_test_message::assert_says;
 use fulgurite_test_support::training::{DecoderTraining, Run, Variant};
 use fulgurite_transports::run_ranks;
 
@@ -247,10 +248,10 @@ fn an_adapter_alone_moves_between_meshes() {
         let error = error.rsplit_once("other: ").map_or(error.as_str(), |(_, message)| message);
         match dora {
             true => {
-                insta::assert_snapshot!(error, @"has no magnitudes (it is no DoRA), and the model's adapters have some; set `trainer.adapters.dora = false`, or take its configuration with `trainer.adapters.from`")
+                assert_says!(error, "has no magnitudes … `trainer.adapters.dora = false` …")
             }
             false => {
-                insta::assert_snapshot!(error, @"has magnitudes (DoRA), and the model's adapters have none; set `trainer.adapters.dora = true`, or take its configuration with `trainer.adapters.from`")
+                assert_says!(error, "has magnitudes … `trainer.adapters.dora = true` …")
             }
         }
     }

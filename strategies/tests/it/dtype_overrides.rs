@@ -3,6 +3,7 @@
 use candle_core::DType;
 use fulgurite_core::collective::Counter;
 use fulgurite_core::module::{ModuleDtype, ModuleInit};
+use fulgurite_test_message::assert_says;
 use fulgurite_test_support::training::{DecoderTraining, Run, Variant, strategy};
 use fulgurite_transports::run_ranks;
 
@@ -114,12 +115,39 @@ fn wrong_overrides_are_refused() {
         });
         runs.unwrap_err().to_string()
     };
-    insta::assert_snapshot!(error(r#"[{"modules": "layer.*.norm", "param_dtype": "f32"}]"#), @"`trainer.strategy.mixed_precision.overrides`: the pattern `layer.*.norm` names no unit or layer of the model. There are the units layers.*, and the layers embedding, layers.*.dropout, layers.*.mlp, layers.*.mlp.down, layers.*.mlp.down_proj, layers.*.mlp.dropout, layers.*.mlp.gate_proj, layers.*.mlp.up, layers.*.mlp.up_proj, layers.*.norm, layers.*.post_norm, layers.*.self_attn, layers.*.self_attn.k_proj, layers.*.self_attn.o_proj, layers.*.self_attn.q_proj, layers.*.self_attn.v_proj, lm_head, norm");
-    insta::assert_snapshot!(error(r#"[{"modules": "norms", "reduce_dtype": "f32"}]"#), @"`trainer.strategy.mixed_precision.overrides`: the pattern `norms` names no unit or layer of the model. There are the units layers.*, and the layers embedding, layers.*.dropout, layers.*.mlp, layers.*.mlp.down, layers.*.mlp.down_proj, layers.*.mlp.dropout, layers.*.mlp.gate_proj, layers.*.mlp.up, layers.*.mlp.up_proj, layers.*.norm, layers.*.post_norm, layers.*.self_attn, layers.*.self_attn.k_proj, layers.*.self_attn.o_proj, layers.*.self_attn.q_proj, layers.*.self_attn.v_proj, lm_head, norm");
-    insta::assert_snapshot!(error(r#"[{"modules": "layers.*.norm", "param_dtype": "f16"}]"#), @"module `layers.0.norm`: is to compute in F16 (`mixed_precision.overrides`), and what is around it computes in BF16: a layer can compute in f32 among others in bf16 or f16, and everything else is for whole units (`ModuleBuilder::unit`)");
-    insta::assert_snapshot!(error(r#"[{"modules": "layers.0", "param_dtype": "f32"}, {"modules": "layers.0.mlp", "param_dtype": "bf16"}]"#), @"module `layers.0.mlp`: is to compute in BF16 (`mixed_precision.overrides`), and what is around it computes in F32: a layer can compute in f32 among others in bf16 or f16, and everything else is for whole units (`ModuleBuilder::unit`)");
-    insta::assert_snapshot!(error(r#"[{"modules": "layers.*.self_attn.q_proj", "param_dtype": "f32"}]"#), @"module `layers.0.self_attn.q_proj`: is named by `mixed_precision.overrides`, and it is computed as a part of `layers.0.self_attn`; name that instead");
-    insta::assert_snapshot!(error(r#"[{"modules": "embedding", "param_dtype": "f32"}]"#), @"module `embedding`: is named by `mixed_precision.overrides`, and it cannot cast what it gets: it is of the kind Embedding. Norms, convolutions, linear layers with a weight of their own, attention and feed-forward blocks of `nn` can");
-    insta::assert_snapshot!(error(r#"[{"modules": "layers.0"}]"#), @r#"`trainer.strategy.mixed_precision.overrides`: the one for "layers.0" has neither `param_dtype` nor `reduce_dtype`, so it overrides nothing"#);
-    insta::assert_snapshot!(error(r#"[{"modules": "layers.0", "dtype": "f32"}]"#), @"unknown field `dtype`, expected one of `modules`, `param_dtype`, `reduce_dtype`");
+    assert_says!(
+        error(r#"[{"modules": "layer.*.norm", "param_dtype": "f32"}]"#),
+        "`trainer.strategy.mixed_precision.overrides` … `layer.*.norm` names no unit …"
+    );
+    assert_says!(
+        error(r#"[{"modules": "norms", "reduce_dtype": "f32"}]"#),
+        "`trainer.strategy.mixed_precision.overrides` … `norms` names no unit or layer …"
+    );
+    assert_says!(
+        error(r#"[{"modules": "layers.*.norm", "param_dtype": "f16"}]"#),
+        "module `layers.0.norm` … F16 (`mixed_precision.overrides`) … around it … BF16 …"
+    );
+    assert_says!(
+        error(
+            r#"[{"modules": "layers.0", "param_dtype": "f32"}, {"modules": "layers.0.mlp", "param_dtype": "bf16"}]"#
+        ),
+        "module `layers.0.mlp` … BF16 (`mixed_precision.overrides`) … around it … F32 …"
+    );
+    assert_says!(
+        error(r#"[{"modules": "layers.*.self_attn.q_proj", "param_dtype": "f32"}]"#),
+        "module `layers.0.self_attn.q_proj` … `mixed_precision.overrides` … computed as a part of \
+         `layers.0.self_attn`; name that instead"
+    );
+    assert_says!(
+        error(r#"[{"modules": "embedding", "param_dtype": "f32"}]"#),
+        "module `embedding` … `mixed_precision.overrides` … cannot cast … Embedding …"
+    );
+    assert_says!(
+        error(r#"[{"modules": "layers.0"}]"#),
+        r#"`trainer.strategy.mixed_precision.overrides` … "layers.0" … overrides nothing"#
+    );
+    assert_says!(
+        error(r#"[{"modules": "layers.0", "dtype": "f32"}]"#),
+        "unknown field `dtype` … `modules`, `param_dtype`, `reduce_dtype`"
+    );
 }

@@ -11,6 +11,7 @@ use fulgurite_core::nn::{Linear, Loss};
 use fulgurite_core::optim::Sgd;
 use fulgurite_core::parameter::{BufferOptions, Init};
 use fulgurite_core::{Error, Result};
+use fulgurite_test_message::assert_says;
 use fulgurite_test_support::training::{gather_weights, strategy};
 use fulgurite_transports::run_ranks;
 
@@ -40,7 +41,7 @@ fn refused<M>(
 #[test]
 fn fsdp_without_units() {
     let message = refused(2, FSDP, |_, b| Linear::new(&b.pp("only"), 3, 3));
-    insta::assert_snapshot!(message, @"no layer modules were sharded: the model has no units. Build the blocks that are worth gathering on their own with `ModuleBuilder::unit`, or set `trainer.strategy.allow_root_only = true` to gather the whole model at once");
+    assert_says!(message, "no layer modules were sharded … no units … `ModuleBuilder::unit` …");
     // Unless it is allowed.
     let config = r#"{"type": "fsdp", "allow_root_only": true}"#;
     run_ranks(2, |world| {
@@ -56,7 +57,10 @@ fn fsdp_without_units() {
 #[test]
 fn conditions_that_match_nothing() {
     let config = r#"{"type": "fsdp", "shard_conditions": ["layers", "model.*"]}"#;
-    insta::assert_snapshot!(refused(2, config, |_, b| two_units(b)), @"`trainer.strategy.shard_conditions`: `model.*` matches no unit of the model; it has layers.0, layers.1");
+    assert_says!(
+        refused(2, config, |_, b| two_units(b)),
+        "`trainer.strategy.shard_conditions`: `model.*` matches no unit … layers.0, layers.1"
+    );
 }
 
 mod a_function {
@@ -84,7 +88,10 @@ mod a_function {
 fn two_ways_to_choose_units() {
     let config =
         r#"{"type": "fsdp", "parallelize": {"type": "first"}, "shard_conditions": ["layers.0"]}"#;
-    insta::assert_snapshot!(strategy(config).err().expect("one is enough"), @"`trainer.strategy` has both `parallelize` and `shard_conditions`, which decide the same; keep one");
+    assert_says!(
+        strategy(config).err().expect("one is enough"),
+        "`trainer.strategy` has both `parallelize` and `shard_conditions` … keep one"
+    );
     // A parallelize function that is the only choice.
     let config = r#"{"type": "fsdp", "parallelize": {"type": "first"}}"#;
     run_ranks(2, |world| {
@@ -100,30 +107,28 @@ fn two_ways_to_choose_units() {
 #[test]
 fn single_device_on_two_ranks() {
     let config = r#"{"type": "single_device"}"#;
-    insta::assert_snapshot!(refused(2, config, |_, b| two_units(b)), @"device mesh: strategy `single_device` runs on one rank, the world size is 2; set `trainer.devices = 1`, or choose `ddp` or `fsdp`");
+    assert_says!(refused(2, config, |_, b| two_units(b)), "device mesh … one rank … size is 2 …");
 }
 
 // checklist: composer: ranks that start from different models
 #[test]
 fn ranks_with_different_models() {
     for config in [DDP, FSDP] {
-        insta::allow_duplicates! {
-            let message = refused(3, config, |rank, b| {
-                b.unit("layer", |b| Linear::new(b, 3, if rank == 2 { 5 } else { 4 }))
-            });
-            insta::assert_snapshot!(message, @"the ranks built different models: part 0 is `layer.weight` [4, 3] F32 on rank 0 and `layer.weight` [5, 3] F32 on rank 2; `configure_model` must not depend on the rank");
-            let message = refused(2, config, |rank, b| {
-                let first = b.unit("layer", |b| Linear::new(b, 3, 4))?;
-                let extra = (rank == 1).then(|| Linear::new(&b.pp("extra"), 3, 4)).transpose()?;
-                Ok((first, extra))
-            });
-            insta::assert_snapshot!(message, @"the ranks built different models: part 1 is the unit `layer` on rank 0 and `extra.weight` [4, 3] F32 on rank 1; `configure_model` must not depend on the rank");
-            let message = refused(2, config, |rank, b| {
-                let b = if rank == 1 { b.frozen() } else { b.clone() };
-                b.unit("layer", |b| Linear::new(b, 3, 4))
-            });
-            insta::assert_snapshot!(message, @"the ranks built different models: part 0 is `layer.weight` [4, 3] F32 on rank 0 and `layer.weight` [4, 3] F32, frozen on rank 1; `configure_model` must not depend on the rank");
-        }
+        let message = refused(3, config, |rank, b| {
+            b.unit("layer", |b| Linear::new(b, 3, if rank == 2 { 5 } else { 4 }))
+        });
+        assert_says!(message, "… different models … `layer.weight` [4, 3] … [5, 3] … rank 2 …");
+        let message = refused(2, config, |rank, b| {
+            let first = b.unit("layer", |b| Linear::new(b, 3, 4))?;
+            let extra = (rank == 1).then(|| Linear::new(&b.pp("extra"), 3, 4)).transpose()?;
+            Ok((first, extra))
+        });
+        assert_says!(message, "… different models … unit `layer` … `extra.weight` … rank 1 …");
+        let message = refused(2, config, |rank, b| {
+            let b = if rank == 1 { b.frozen() } else { b.clone() };
+            b.unit("layer", |b| Linear::new(b, 3, 4))
+        });
+        assert_says!(message, "… different models … `layer.weight` … frozen on rank 1 …");
     }
 }
 
@@ -146,35 +151,33 @@ fn refused_with(
 #[test]
 fn ranks_with_different_models_dtypes_and_values() {
     for config in [DDP, FSDP] {
-        insta::allow_duplicates! {
-            let of = |rank: usize| {
-                let dtype = if rank == 1 { DType::F64 } else { DType::F32 };
-                (ModuleInit { dtype, ..ModuleInit::default() }, 1)
-            };
-            insta::assert_snapshot!(refused_with(config, 2, of), @"the ranks built different models: part 0 is `layer.weight` [4, 3] F32 on rank 0 and `layer.weight` [4, 3] F64 computing in F32 on rank 1; `configure_model` must not depend on the rank");
-            let of = |rank: usize| {
-                let compute_dtype = if rank == 1 { DType::BF16 } else { DType::F32 };
-                (ModuleInit { compute_dtype, ..ModuleInit::default() }, 1)
-            };
-            insta::assert_snapshot!(refused_with(config, 2, of), @"the ranks built different models: part 0 is `layer.weight` [4, 3] F32 on rank 0 and `layer.weight` [4, 3] F32 computing in BF16 on rank 1; `configure_model` must not depend on the rank");
-            let message = refused(2, config, |rank, b| {
-                b.parameter("scale", [1], Init::Const(rank as f64))?;
-                two_units(b)
-            });
-            insta::assert_snapshot!(message, @"the ranks built different models: part 5 is `scale` starting as Const(0.0) on rank 0 and `scale` starting as Const(1.0) on rank 1; `configure_model` must not depend on the rank");
-            let message = refused(2, config, |rank, b| {
-                let dtype = if rank == 1 { DType::F64 } else { DType::F32 };
-                b.buffer("mean", [1], Init::ZEROS, BufferOptions::dtype(dtype))?;
-                two_units(b)
-            });
-            insta::assert_snapshot!(message, @"the ranks built different models: part 2 is the buffer `mean` [1] F32 on rank 0 and the buffer `mean` [1] F64 on rank 1; `configure_model` must not depend on the rank");
-            let message = refused(3, config, |rank, b| {
-                let values = Tensor::new(&[if rank == 2 { 1f32 } else { 2.0 }], &Device::Cpu)?;
-                b.buffer("table", [1], values, BufferOptions::default())?;
-                two_units(b)
-            });
-            insta::assert_snapshot!(message, @"buffer `table`: its values on rank 2 differ from those on rank 0");
-        }
+        let of = |rank: usize| {
+            let dtype = if rank == 1 { DType::F64 } else { DType::F32 };
+            (ModuleInit { dtype, ..ModuleInit::default() }, 1)
+        };
+        assert_says!(refused_with(config, 2, of), "… `layer.weight` … F64 computing in F32 …");
+        let of = |rank: usize| {
+            let compute_dtype = if rank == 1 { DType::BF16 } else { DType::F32 };
+            (ModuleInit { compute_dtype, ..ModuleInit::default() }, 1)
+        };
+        assert_says!(refused_with(config, 2, of), "… `layer.weight` … computing in BF16 …");
+        let message = refused(2, config, |rank, b| {
+            b.parameter("scale", [1], Init::Const(rank as f64))?;
+            two_units(b)
+        });
+        assert_says!(message, "… different models … `scale` … Const(0.0) … Const(1.0) …");
+        let message = refused(2, config, |rank, b| {
+            let dtype = if rank == 1 { DType::F64 } else { DType::F32 };
+            b.buffer("mean", [1], Init::ZEROS, BufferOptions::dtype(dtype))?;
+            two_units(b)
+        });
+        assert_says!(message, "… different models … buffer `mean` [1] F32 … F64 on rank 1 …");
+        let message = refused(3, config, |rank, b| {
+            let values = Tensor::new(&[if rank == 2 { 1f32 } else { 2.0 }], &Device::Cpu)?;
+            b.buffer("table", [1], values, BufferOptions::default())?;
+            two_units(b)
+        });
+        assert_says!(message, "buffer `table` … values on rank 2 differ … rank 0");
     }
     // Replicas must be equal for any reason of difference: here each rank has its own seed.
     let hsdp = r#"{"type": "hsdp", "data_parallel_replicate_size": 2}"#;
@@ -182,9 +185,7 @@ fn ranks_with_different_models_dtypes_and_values() {
         let replica = ranks / 2;
         let message =
             refused_with(config, ranks, |rank| (ModuleInit::default(), (rank / replica) as u64));
-        insta::allow_duplicates! {
-            insta::assert_snapshot!(message, @"parameter `layer.weight`: its values on rank 1 differ from those on rank 0");
-        }
+        assert_says!(message, "parameter `layer.weight` … values on rank 1 differ … rank 0");
     }
 }
 
@@ -218,7 +219,7 @@ fn a_scalar_under_fsdp() {
         b.parameter("temperature", [], Init::ONES)?;
         two_units(b)
     });
-    insta::assert_snapshot!(message, @"parameter `temperature`: is a scalar, which FSDP cannot shard; give it the shape [1]");
+    assert_says!(message, "parameter `temperature` … scalar, which FSDP cannot shard … [1]");
 }
 
 // checklist: Lightning: device_mesh before setup is an error
@@ -226,9 +227,7 @@ fn a_scalar_under_fsdp() {
 fn access_before_setup_is_refused() {
     for config in [r#"{"type": "single_device"}"#, DDP, FSDP] {
         let fabric = Fabric::single(strategy(config).unwrap(), 1).unwrap();
-        insta::allow_duplicates! {
-            insta::assert_snapshot!(fabric.module_tree().unwrap_err(), @"no model has been set up; call `Fabric::setup` (`setup_module`) first");
-        }
+        assert_says!(fabric.module_tree().unwrap_err(), "no model … `Fabric::setup` …");
     }
 }
 
@@ -259,7 +258,7 @@ fn two_layers_of_one_path() {
         let twice = (Linear::new(&b.pp("head"), 3, 3)?, Linear::new(&b.pp("head"), 3, 3)?);
         Ok(twice)
     });
-    insta::assert_snapshot!(message, @"module `head`: two layers were built at this path; give each its own name");
+    assert_says!(message, "module `head`: two layers … this path … its own name");
 }
 
 /// Like torch's `_assert_in_training_states`: parameters gathered for a unit's forward and backward
@@ -271,7 +270,7 @@ fn unit_parameters_are_refused_outside_the_unit() {
         let mut fabric = Fabric::new(world, strategy(FSDP)?, ModuleInit::default(), 1)?;
         let layers = fabric.setup_module(two_units)?;
         let refused = || layers[0].module().weight().tensor().unwrap_err().to_string();
-        insta::allow_duplicates! { insta::assert_snapshot!(refused(), @"parameter `layers.0.weight`: has no values here: it is used before the model was set up, or outside the forward of the unit that owns it"); }
+        assert_says!(refused(), "… `layers.0.weight`: has no values …");
         let loss = loss(&layers, 1.0)?;
         assert!(refused().contains("outside the forward"));
         fabric.backward(&loss)?;
@@ -286,7 +285,10 @@ fn a_loss_that_depends_on_nothing() {
     with_model(|fabric, layers, _| {
         let constant = Loss::new(Tensor::new(1f32, &Device::Cpu)?, 1.0);
         let error = fabric.backward(&constant).unwrap_err();
-        insta::allow_duplicates! { insta::assert_snapshot!(error, @"the loss does not depend on any trainable parameter: all are frozen, or belong to another optimizer than the one whose turn it is; the model was called inside `no_grad`, or an operation without a backward cut the graph"); }
+        assert_says!(
+            error,
+            "the loss does not depend on any … parameter … `no_grad` … cut the graph"
+        );
         let guard = no_grad();
         let unrecorded = loss(layers, 1.0)?;
         drop(guard);
@@ -304,7 +306,7 @@ fn a_loss_that_is_not_finite_on_one_rank() {
         fabric.backward(&loss(layers, factor)?)?;
         let error = optimizer.step().unwrap_err();
         assert!(matches!(error, Error::NonFinite { what: "loss", step: 1, .. }), "{error}");
-        insta::allow_duplicates! { insta::assert_snapshot!(error, @"non-finite loss (NaN) at step 1; parameters are as they were before the step. A lower `optimizer.lr`, a longer warm-up (`scheduler.warmup_steps`) or `trainer.gradient_clip_val` may help; `trainer.detect_anomaly = true` names the layer where it came from"); }
+        assert_says!(error, "non-finite loss (NaN) at step 1 …");
         assert_eq!(gather_weights(fabric.module_tree()?, &**fabric.world())?, before);
         Ok(())
     });

@@ -9,6 +9,7 @@ use fulgurite_core::Result;
 use fulgurite_core::collective::{Counter, ProcessGroup, ReduceOp};
 use fulgurite_core::mesh::DP_CP;
 use fulgurite_core::parameter::Parameter;
+use fulgurite_test_message::assert_says;
 use fulgurite_test_support::training::{DecoderTraining, Training, Variant};
 use fulgurite_transports::run_ranks;
 
@@ -164,7 +165,7 @@ fn ignored_parameters_are_saved_if_ranks_agree() {
         training.step()?;
         training.save(&directory.join("apart"))
     });
-    insta::assert_snapshot!(error.unwrap_err(), @"parameter `layers.0.mlp.gate_proj.weight`: its values on rank 1 differ from those on rank 0, so a checkpoint cannot have it: `trainer.strategy.ignored` names it, and its gradients were not summed over the ranks. Sum them in the program, freeze it, or do not ignore it");
+    assert_says!(error.unwrap_err(), "parameter `layers.0.mlp.gate_proj.weight` … rank 1 differ …");
     assert!(!directory.join("apart").exists());
 
     let weights = run_ranks(4, |world| {
@@ -188,5 +189,5 @@ fn ignored_parameters_are_saved_if_ranks_agree() {
 fn a_pattern_that_names_nothing_is_an_error() {
     let config = r#"{"type": "fsdp", "ignored": ["norm", "layers.0.mpl"]}"#;
     let error = run_ranks(1, |world| training(world, config, &[]).map(drop)).unwrap_err();
-    insta::assert_snapshot!(error, @r#"`trainer.strategy.ignored`: no parameter matches `layers.0.mpl`. A pattern names segments that follow each other anywhere in a path, and means everything under them too; `*` stands for any part of a segment, and a dot in front for the root"#);
+    assert_says!(error, "`trainer.strategy.ignored`: no parameter matches `layers.0.mpl` …");
 }

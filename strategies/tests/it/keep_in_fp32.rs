@@ -13,6 +13,7 @@ use fulgurite_core::nn::{
 };
 use fulgurite_core::parameter::LocalGrads;
 use fulgurite_core::strategy::materialize;
+use fulgurite_test_message::assert_says;
 use fulgurite_test_support::training::{Decoder, DecoderTraining, Run, Variant};
 use fulgurite_transports::run_ranks;
 
@@ -223,10 +224,22 @@ fn wrong_patterns_say_which_layers_can() {
         Decoder::new(&b).unwrap();
         b.finish().unwrap_err().to_string()
     };
-    insta::assert_snapshot!(error("norms"), @"`trainer.keep_in_fp32`: no layer of the model matches `norms`. A pattern names segments that follow each other anywhere in a path, and means everything under them too; `*` stands for any part of a segment, and a dot in front for the root");
-    insta::assert_snapshot!(error("q_proj"), @"module `layers.0.self_attn.q_proj`: is named by `trainer.keep_in_fp32`, and it is computed as a part of `layers.0.self_attn`; name that instead");
-    insta::assert_snapshot!(error("embedding"), @"module `embedding`: is named by `trainer.keep_in_fp32`, and it cannot cast what it gets: it is of the kind Embedding. Norms, convolutions, linear layers with a weight of their own, attention and feed-forward blocks of `nn` can");
-    insta::assert_snapshot!(error("lm_head"), @"module `lm_head`: is named by `trainer.keep_in_fp32`, and it cannot cast what it gets: it is of the kind Linear. Norms, convolutions, linear layers with a weight of their own, attention and feed-forward blocks of `nn` can");
+    assert_says!(error("norms"), "`trainer.keep_in_fp32`: no layer … matches `norms` …");
+    assert_says!(
+        error("q_proj"),
+        "module `layers.0.self_attn.q_proj` … `trainer.keep_in_fp32` … computed as a part of \
+         `layers.0.self_attn`; name that instead"
+    );
+    assert_says!(
+        error("embedding"),
+        "module `embedding` … `trainer.keep_in_fp32` … cannot cast … kind Embedding. Norms, \
+         convolutions, linear layers … attention and feed-forward blocks of `nn` can"
+    );
+    assert_says!(
+        error("lm_head"),
+        "module `lm_head` … `trainer.keep_in_fp32` … cannot cast … kind Linear. Norms, \
+         convolutions, linear layers … attention and feed-forward blocks of `nn` can"
+    );
     // Without half precision the patterns have no effect, but are still checked.
     let b = ModuleBuilder::new(ModuleInit { compute_dtype: DType::F32, ..init(&["norms"]) });
     Decoder::new(&b).unwrap();

@@ -14,6 +14,7 @@ use fulgurite_core::parameter::{GradReducer, Init, LocalGrads, ParameterSlot};
 use fulgurite_core::plan;
 use fulgurite_core::random::{Purpose, Stream};
 use fulgurite_core::strategy::materialize;
+use fulgurite_test_message::assert_says;
 use fulgurite_transports::run_ranks;
 
 const CLASSES: usize = 11;
@@ -393,9 +394,7 @@ fn targets_beyond_all_classes_are_refused() {
         cross_entropy(&logits, &Tensor::new(&[4u32, 10, 0], &Device::Cpu)?)?;
         let _ = head.reduced();
         let t = Tensor::new(&[0i64, 11, 9], &Device::Cpu)?;
-        insta::allow_duplicates! {
-            insta::assert_snapshot!(cross_entropy(&logits, &t).unwrap_err(), @"target 11 is not one of the 11 classes; a target to leave out has the value of `ignore_index` (-100)");
-        }
+        assert_says!(cross_entropy(&logits, &t).unwrap_err(), "target 11 … the 11 classes …");
         assert_eq!(head.reduced(), Record::default());
         Ok(())
     });

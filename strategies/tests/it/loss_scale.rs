@@ -9,9 +9,9 @@ use fulgurite_core::fabric::Fabric;
 use fulgurite_core::module::{Module as _, ModuleInit};
 use fulgurite_core::nn::{Linear, Loss};
 use fulgurite_core::optim::{AdamW, LossScale};
+use fulgurite_test_message::assert_says;
 use fulgurite_test_support::training::{DecoderTraining, Run, Training, Variant, strategy};
 use fulgurite_transports::run_ranks;
-use insta::assert_snapshot;
 
 const SINGLE: &str = r#"{"type": "single_device"}"#;
 const DDP: &str = r#"{"type": "ddp"}"#;
@@ -199,5 +199,5 @@ fn several_optimizers_are_refused() {
         fabric.setup_optimizer_for(&AdamW::default(), &["line.bias"]).map(drop)
     })
     .unwrap_err();
-    assert_snapshot!(error, @r#"the optimizer for "line.bias": no trainable parameter has a name that this pattern matches"#);
+    assert_says!(error, r#"the optimizer for "line.bias": no trainable parameter … matches"#);
 }

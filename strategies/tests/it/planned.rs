@@ -11,6 +11,7 @@ use fulgurite_core::module::{ModuleBuilder, ModuleInit};
 use fulgurite_core::nn::{Linear, SwiGluMlp};
 use fulgurite_core::parameter::Init;
 use fulgurite_core::strategy::{BuildContext, RankMemory, Strategy, StrategyConfig};
+use fulgurite_test_message::assert_says;
 use fulgurite_transports::run_ranks;
 
 const HIDDEN: usize = 12;
@@ -134,5 +135,5 @@ fn models_a_plan_cannot_cut_are_refused() {
     let b = ModuleBuilder::new(ModuleInit::default());
     build(&b).unwrap();
     let error = plan_module(&mut *strategy, b, &mesh).unwrap_err();
-    insta::assert_snapshot!(error, @"module `nothing`: no layer matches this pattern of the plan (`*` is one segment). The model's layers are lm_head, model.layers.*.mlp, model.layers.*.mlp.down_proj, model.layers.*.mlp.gate_proj, model.layers.*.mlp.up_proj");
+    assert_says!(error, "module `nothing`: no layer matches … model's layers are lm_head …");
 }

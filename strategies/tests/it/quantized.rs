@@ -15,6 +15,7 @@ use fulgurite_core::fabric::Fabric;
 use fulgurite_core::module::{Adapters, ModuleBuilder, ModuleInit, ModuleTree, Quantization};
 use fulgurite_core::quantization::{Packed, PackedPart, WeightFormat};
 use fulgurite_core::shard::Region;
+use fulgurite_test_message::assert_says;
 use fulgurite_test_support::training::{Decoder, DecoderTraining, Run, Variant, gather_weights};
 use fulgurite_transports::run_ranks;
 
@@ -353,21 +354,36 @@ fn wrong_requests_say_what_can_be_quantised() {
         targets: vec![target.to_owned()],
         ..quantization(WeightFormat::Int8)
     };
-    insta::assert_snapshot!(error(quantization(WeightFormat::Nf4 { block_size: 64 }), frozen()), @"module `layers.0.self_attn.q_proj`: has 8 inputs, which are no multiple of nf4's blocks of 64; leave the layer out with `trainer.quantization.exclude`, or choose another size");
-    insta::assert_snapshot!(error(quantization(NF4), ModuleInit::default()), @"`trainer.quantization`: the model has no linear layer with a frozen weight of its own, and others cannot be quantised; train adapters beside the model (`[trainer.adapters]`), or freeze layers (`trainer.freeze`)");
-    insta::assert_snapshot!(error(named("proj"), frozen()), @"`trainer.quantization.targets`: no layer of the model matches `proj`. A pattern names segments that follow each other anywhere in a path, and means everything under them too; `*` stands for any part of a segment, and a dot in front for the root");
-    insta::assert_snapshot!(error(named("norm"), frozen()), @"module `layers.0.norm`: is named by `trainer.quantization.targets`, and it is no linear layer: only weights of its own that a linear layer does not train can be quantised; leave it out with `trainer.quantization.exclude`");
-    insta::assert_snapshot!(error(named("q_proj"), ModuleInit::default()), @"module `layers.0.self_attn.q_proj`: is named by `trainer.quantization.targets`, and its weight is trained, or shared with another layer: only weights of its own that a linear layer does not train can be quantised; leave it out with `trainer.quantization.exclude`");
-    insta::assert_snapshot!(error(quantization(WeightFormat::Nf4 { block_size: 3 }), frozen()), @"module `layers.0.self_attn.q_proj`: nf4's block size must be an even number, found 3; leave the layer out with `trainer.quantization.exclude`, or choose another size");
+    assert_says!(
+        error(quantization(WeightFormat::Nf4 { block_size: 64 }), frozen()),
+        "module `layers.0.self_attn.q_proj`: has 8 inputs … no multiple of nf4's … 64 …"
+    );
+    assert_says!(
+        error(quantization(NF4), ModuleInit::default()),
+        "`trainer.quantization`: … no linear layer … frozen … `[trainer.adapters]` …"
+    );
+    assert_says!(error(named("proj"), frozen()), "`trainer.quantization.targets` … no … `proj` …");
+    assert_says!(error(named("norm"), frozen()), "module `layers.0.norm` … is no linear layer …");
+    assert_says!(
+        error(named("q_proj"), ModuleInit::default()),
+        "module `layers.0.self_attn.q_proj` … weight is trained … `trainer.quantization.exclude`"
+    );
+    assert_says!(
+        error(quantization(WeightFormat::Nf4 { block_size: 3 }), frozen()),
+        "module `layers.0.self_attn.q_proj`: nf4's block size … even number, found 3 …"
+    );
     let check = |quantization: Quantization| quantization.validate().unwrap_err().to_string();
-    insta::assert_snapshot!(check(quantization(WeightFormat::Nf4 { block_size: 7 })), @"`trainer.quantization.block_size`: must be an even number, found 7");
-    insta::assert_snapshot!(check(named("a..b")), @"`trainer.quantization.targets`: the pattern `a..b` has an empty segment");
+    assert_says!(
+        check(quantization(WeightFormat::Nf4 { block_size: 7 })),
+        "`trainer.quantization.block_size` … even number, found 7"
+    );
+    assert_says!(check(named("a..b")), "`trainer.quantization.targets` … `a..b` … empty segment");
     // A cut within a block.
     let error = run_ranks(4, |world| {
         DecoderTraining::with_init(world, &mesh([1, 1, 4]), Variant::default(), 1, init(Some(NF4)))
             .map(drop)
     });
-    insta::assert_snapshot!(error.unwrap_err(), @"parameter `layers.0.mlp.down_proj.weight`: has 12 inputs in nf4: the 4 ranks of `tensor_parallel` would cut within its 6 blocks; choose another tensor_parallel_size, a smaller `trainer.quantization.block_size`, or leave `layers.0.mlp.down_proj` out of the quantised layers with `trainer.quantization.exclude`");
+    assert_says!(error.unwrap_err(), "parameter `layers.0.mlp.down_proj.weight` … within its 6 …");
 }
 
 /// A rank holds and gathers exactly the bytes of the formula.

@@ -12,6 +12,7 @@ use fulgurite_core::module::{CandleModule, Module, ModuleBuilder, ModuleInit, Un
 use fulgurite_core::nn::{Conv2d, Conv2dConfig, Linear, Loss};
 use fulgurite_core::optim::{AdamW, Sgd};
 use fulgurite_core::parameter::Parameter;
+use fulgurite_test_message::assert_says;
 use fulgurite_test_support::training::{checkpointed, gather_weights, init, strategy};
 use fulgurite_transports::run_ranks;
 
@@ -212,7 +213,7 @@ fn waiting_gradients_of_optimizers_stay_separate() {
     });
     let errors = errors.unwrap();
     assert!(errors.iter().all(|error| *error == errors[0]), "{errors:?}");
-    insta::assert_snapshot!(errors[0], @r#"the gradients of `critic.hidden` from a backward under `no_backward_sync` wait for the replicas, and this backward has gradients for other parameters of it: finish the accumulation of one optimizer before that of another, or set `accumulation_sync = "all"`"#);
+    assert_says!(errors[0], r#"… `critic.hidden` … wait … other … `accumulation_sync = "all"`"#);
 }
 
 #[test]
@@ -268,15 +269,22 @@ fn several_optimizers_mistakes_are_explained() {
         let training = Training::new(world, DDP, Way::Turns)?;
         let (fabric, adamw) = (&training.fabric, AdamW::default());
         let again = fabric.setup_optimizer_for(&adamw, &["generator"]).map(drop);
-        insta::assert_snapshot!(error(again), @"parameter `generator.hidden.weight`: has an optimizer already; a parameter is updated by one");
+        assert_says!(error(again), "parameter `generator.hidden.weight` … optimizer already …");
         let nothing = fabric.setup_optimizer_for(&adamw, &["discriminator"]).map(drop);
-        insta::assert_snapshot!(error(nothing), @r#"the optimizer for "discriminator": no trainable parameter has a name that this pattern matches"#);
-        insta::assert_snapshot!(error(fabric.setup_optimizer(&adamw).map(drop)), @"there is no parameter left that has no optimizer yet");
-        insta::assert_snapshot!(error(fabric.step_totals(&[]).map(drop)), @"there are several optimizers, each with gradients and totals of its own: call the method of `FabricOptimizer` instead of Fabric's");
+        assert_says!(error(nothing), r#"the optimizer for "discriminator": no … pattern matches"#);
+        assert_says!(
+            error(fabric.setup_optimizer(&adamw).map(drop)),
+            "there is no parameter left that has no optimizer yet"
+        );
+        assert_says!(error(fabric.step_totals(&[]).map(drop)), "… several … `FabricOptimizer` …");
         let _turn = fabric.toggle_optimizer(&training.of_critic)?;
         // candle's layer would be in the graph, and its gradient dropped.
-        let of_generator = training.loss(&training.generator.hidden.forward(&training.samples(0, 3)?)?)?;
-        insta::assert_snapshot!(error(fabric.backward(&of_generator)), @"the loss does not depend on any trainable parameter: all are frozen, or belong to another optimizer than the one whose turn it is; the model was called inside `no_grad`, or an operation without a backward cut the graph");
+        let of_generator =
+            training.loss(&training.generator.hidden.forward(&training.samples(0, 3)?)?)?;
+        assert_says!(
+            error(fabric.backward(&of_generator)),
+            "the loss does not depend on any … another optimizer … cut the graph"
+        );
         Ok(())
     })
     .unwrap();
@@ -288,7 +296,7 @@ fn several_optimizers_mistakes_are_explained() {
         let mut of_a = fabric.setup_optimizer_for(&AdamW::default(), &["a"])?;
         let x = Tensor::ones((1, 1), DType::F32, &Device::Cpu)?;
         fabric.backward(&Loss::new(b.forward(&a.forward(&x)?)?.sum_all()?, 1.0))?;
-        insta::assert_snapshot!(error(of_a.step()), @"parameter `b.weight`: no optimizer updates it: add it to the patterns of one, freeze it, or give what is left to `Fabric::setup_optimizer`");
+        assert_says!(error(of_a.step()), "parameter `b.weight`: no optimizer updates it …");
         Ok(())
     })
     .unwrap();

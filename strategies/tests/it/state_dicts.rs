@@ -13,6 +13,7 @@ use fulgurite_core::collective::ProcessGroup;
 use fulgurite_core::fabric::{FullParams, OptimizerStateDict};
 use fulgurite_core::optim::{AdamW, OptimizerConfig, ParamGroupConfig, Sgd};
 use fulgurite_core::{Error, Result};
+use fulgurite_test_message::assert_says;
 use fulgurite_test_support::training::{DecoderTraining, Variant};
 use fulgurite_transports::run_ranks;
 
@@ -160,14 +161,17 @@ fn other_kinds_of_optimizer_state_are_refused() {
         });
         errors.unwrap().swap_remove(0)
     };
-    insta::assert_snapshot!(error(&adamw(), &state), @"the parameter group 0 has no `beta1`, it has dampening, lr, momentum, nesterov, weight_decay: it is of another kind of optimizer");
-    insta::assert_snapshot!(error(&Sgd { momentum: 0.0, ..sgd.clone() }, &state), @"the parameter groups have a momentum of 0.9, and this optimizer was built with 0: one has a buffer for it and the other has none");
+    assert_says!(error(&adamw(), &state), "the parameter group 0 has no `beta1` … another kind …");
+    assert_says!(
+        error(&Sgd { momentum: 0.0, ..sgd.clone() }, &state),
+        "the parameter groups have a momentum of 0.9 … built with 0 …"
+    );
     let mut less = state.clone();
     less.param_groups.clear();
-    insta::assert_snapshot!(error(&sgd, &less), @"the state has no parameter groups; it has none at all");
+    assert_says!(error(&sgd, &less), "the state has no parameter groups; it has none at all");
     let mut less = state.clone();
     less.param_groups.get_mut("").unwrap()[0].options.insert("lr".into(), -1.0);
-    insta::assert_snapshot!(error(&sgd, &less), @"`lr` of the parameter group 0 must be a number of zero or more, got -1.0");
+    assert_says!(error(&sgd, &less), "`lr` of the parameter group 0 … zero or more, got -1.0");
     let mut less = state.clone();
     less.tensors.remove("state.norm.weight.momentum_buffer");
     insta::assert_snapshot!(error(&sgd, &less), @r#"
@@ -389,5 +393,5 @@ fn full_parameter_mistakes_change_nothing() {
     the parameters that `summon_full_params` gathered have other names or shapes than before; replace tensors by such of the same shape, and add and remove none
     rank 1 failed: no, rather not
     "#);
-    insta::assert_snapshot!(messages[1][3], @"no, rather not");
+    assert_says!(messages[1][3], "no, rather not");
 }

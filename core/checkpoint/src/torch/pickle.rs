@@ -596,6 +596,7 @@ fn pairs(items: &[Id]) -> Step<Items> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use fulgurite_test_message::assert_says;
     use proptest::prelude::*;
 
     #[test]
@@ -668,11 +669,11 @@ mod tests {
     #[test]
     fn errors_give_the_position() {
         let error = |bytes: &[u8]| parse(bytes).unwrap_err();
-        insta::assert_snapshot!(error(b"\x80\x02}q\x00(X\xff"), @"its pickle is damaged or not of a kind that is known: it ends too early, at byte 7");
-        insta::assert_snapshot!(error(b"h\x07."), @"its pickle is damaged or not of a kind that is known: it refers to an object before it is made, at byte 2");
-        insta::assert_snapshot!(error(b"(K\x01u."), @"its pickle is damaged or not of a kind that is known: a key without a value, at byte 4");
-        insta::assert_snapshot!(error(b"]K\x01(\x85."), @"its pickle is damaged or not of a kind that is known: it takes more than there is, at byte 5");
-        insta::assert_snapshot!(error(b"\xff"), @"its pickle is damaged or not of a kind that is known: unknown operation 0xff, at byte 1");
+        assert_says!(error(b"\x80\x02}q\x00(X\xff"), "its pickle is damaged … too early … byte 7");
+        assert_says!(error(b"h\x07."), "its pickle is damaged … before it is made, at byte 2");
+        assert_says!(error(b"(K\x01u."), "its pickle is damaged … key without a value, at byte 4");
+        assert_says!(error(b"]K\x01(\x85."), "its pickle is damaged … takes more … at byte 5");
+        assert_says!(error(b"\xff"), "its pickle is damaged … unknown operation 0xff, at byte 1");
     }
 
     proptest! {

@@ -76,6 +76,8 @@ pub fn place(ranks: &[RankDevices], shared: bool) -> Result<Vec<usize>> {
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
+
     use super::*;
 
     fn rank(host: &str, devices: &[&str]) -> RankDevices {
@@ -101,12 +103,24 @@ mod tests {
     fn unshared_device_has_one_rank() {
         let three = [(); 3].map(|()| rank("a", &["0", "1"]));
         assert_eq!(place(&three, true).unwrap(), [0, 1, 0]);
-        insta::assert_snapshot!(place(&three, false).unwrap_err(), @r#"`trainer.accelerator`: 3 ranks on a, which has 2 cuda devices. Start as many ranks as there are devices; { type = "cuda", shared = true } lets several take one, which is slow"#);
+        assert_says!(place(&three, false).unwrap_err(), "`trainer.accelerator`: 3 … 2 cuda …");
         let overlapping = [rank("a", &["0", "1"]), rank("a", &["0"])];
-        insta::assert_snapshot!(place(&overlapping, false).unwrap_err(), @"`trainer.accelerator`: ranks 0 and 1 on a would take the same device, 0, as they see different ones: bind each rank to one of its own, or none to any");
-        insta::assert_snapshot!(place(&[rank("a", &[])], true).unwrap_err(), @"`trainer.accelerator`: rank 0 sees no cuda device on a");
-        insta::assert_snapshot!(place(&[rank("a", &["0"]), rank("a", &[])], false).unwrap_err(), @"`trainer.accelerator`: rank 1 sees no cuda device on a");
+        assert_says!(
+            place(&overlapping, false).unwrap_err(),
+            "`trainer.accelerator`: ranks 0 and 1 on a … take the same device, 0 … bind each …"
+        );
+        assert_says!(
+            place(&[rank("a", &[])], true).unwrap_err(),
+            "`trainer.accelerator`: rank 0 sees no cuda device on a"
+        );
+        assert_says!(
+            place(&[rank("a", &["0"]), rank("a", &[])], false).unwrap_err(),
+            "`trainer.accelerator`: rank 1 sees no cuda device on a"
+        );
         let other = RankDevices { kind: "cpu".to_owned(), devices: None, ..rank("b", &[]) };
-        insta::assert_snapshot!(place(&[rank("a", &["0"]), other], false).unwrap_err(), @"`trainer.accelerator`: rank 0 on a has `cuda`, rank 1 on b has `cpu`: name one that all hosts have");
+        assert_says!(
+            place(&[rank("a", &["0"]), other], false).unwrap_err(),
+            "`trainer.accelerator`: rank 0 on a has `cuda`, rank 1 on b has `cpu` …"
+        );
     }
 }

@@ -177,6 +177,8 @@ impl MeshLayout {
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
+
     use super::*;
 
     #[test]
@@ -212,12 +214,27 @@ mod tests {
     fn sizes_that_do_not_fit_are_named() {
         let message =
             |dims: [(&str, Option<usize>); 2]| MeshLayout::infer(6, dims).unwrap_err().to_string();
-        insta::assert_snapshot!(message([("data_parallel", Some(2)), ("tensor_parallel", Some(2))]), @"device mesh: the sizes `data_parallel_size=2`, `tensor_parallel_size=2` multiplied (4) should equal the world size (6); change them, or `trainer.devices` × `trainer.num_nodes`");
-        insta::assert_snapshot!(message([("data_parallel", None), ("tensor_parallel", Some(4))]), @"device mesh: the sizes `data_parallel_size=auto`, `tensor_parallel_size=4` multiplied (4) should divide the world size (6); change them, or `trainer.devices` × `trainer.num_nodes`");
-        insta::assert_snapshot!(message([("data_parallel", None), ("tensor_parallel", Some(0))]), @"device mesh: the sizes `data_parallel_size=auto`, `tensor_parallel_size=0` multiplied (0) should divide the world size (6); change them, or `trainer.devices` × `trainer.num_nodes`");
-        insta::assert_snapshot!(message([("data_parallel", Some(1 << 62)), ("tensor_parallel", Some(1 << 62))]), @"device mesh: the sizes `data_parallel_size=4611686018427387904`, `tensor_parallel_size=4611686018427387904` multiplied (more than can be counted) should equal the world size (6); change them, or `trainer.devices` × `trainer.num_nodes`");
-        insta::assert_snapshot!(MeshLayout::new([("a", 1 << 62), ("b", 1 << 62)]).unwrap_err(), @"device mesh: the sizes [4611686018427387904, 4611686018427387904] multiplied are more ranks than can be counted");
+        assert_says!(
+            message([("data_parallel", Some(2)), ("tensor_parallel", Some(2))]),
+            "device mesh … `data_parallel_size=2`, `tensor_parallel_size=2` … equal … (6) …"
+        );
+        assert_says!(
+            message([("data_parallel", None), ("tensor_parallel", Some(4))]),
+            "device mesh … `data_parallel_size=auto`, `tensor_parallel_size=4` … divide … 6 …"
+        );
+        assert_says!(
+            message([("data_parallel", None), ("tensor_parallel", Some(0))]),
+            "device mesh … `data_parallel_size=auto`, `tensor_parallel_size=0` … divide … 6 …"
+        );
+        assert_says!(
+            message([("data_parallel", Some(1 << 62)), ("tensor_parallel", Some(1 << 62))]),
+            "device mesh … `data_parallel_size=4611686018427387904` … can be counted … (6) …"
+        );
+        assert_says!(
+            MeshLayout::new([("a", 1 << 62), ("b", 1 << 62)]).unwrap_err(),
+            "device mesh … [4611686018427387904, 4611686018427387904] … more ranks than …"
+        );
         let layout = MeshLayout::new([("dp", 2)]).unwrap();
-        insta::assert_snapshot!(layout.dim("pp").unwrap_err(), @"device mesh: no dimension `pp`; there are dp");
+        assert_says!(layout.dim("pp").unwrap_err(), "device mesh: no dimension `pp`; there are dp");
     }
 }

@@ -379,6 +379,7 @@ mod tests {
     use std::sync::{Barrier, mpsc};
 
     use candle_core::Tensor;
+    use fulgurite_test_message::assert_says;
     use proptest::prelude::*;
 
     use super::*;
@@ -465,7 +466,7 @@ mod tests {
                 assert_eq!(loader.next().unwrap().unwrap().1, i);
             }
             let error = loader.next().unwrap().unwrap_err();
-            insta::allow_duplicates! { insta::assert_snapshot!(error, @"data: train samples 3, 3: no such file"); }
+            assert_says!(error, "data: train … 3, 3: no such file");
             assert!(loader.next().is_none() && loader.next().is_none());
 
             let make = |samples: &Samples| {
@@ -476,7 +477,7 @@ mod tests {
             let made: Vec<_> = loader.collect();
             assert_eq!(made.len(), 4);
             let error = made.last().unwrap().as_ref().unwrap_err();
-            insta::allow_duplicates! { insta::assert_snapshot!(error, @"data: train samples 3, 3: making the batch panicked: a mistake of 3"); }
+            assert_says!(error, "data: train … 3, 3 … panicked … of 3");
         }
     }
 
@@ -487,7 +488,7 @@ mod tests {
             let made: Vec<_> = Loader::new(plan, |_| Ok(()), workers(count)).unwrap().collect();
             assert_eq!(made.len(), 3);
             let error = made.last().unwrap().as_ref().unwrap_err();
-            insta::allow_duplicates! { insta::assert_snapshot!(error, @"data: the order of samples panicked: no order"); }
+            assert_says!(error, "data: the order … panicked: no order");
         }
     }
 
@@ -550,7 +551,7 @@ mod tests {
             let config = Workers { num_workers, prefetch_factor };
             Loader::new(plan(1), |_| Ok(()), config).unwrap_err().to_string()
         };
-        insta::assert_snapshot!(error(5000, 2), @"`trainer.num_workers`: must be at most 256, found 5000");
-        insta::assert_snapshot!(error(2, 0), @"`trainer.prefetch_factor`: must be at least 1 and at most 65536, found 0");
+        assert_says!(error(5000, 2), "`trainer.num_workers`: must be at most 256, found 5000");
+        assert_says!(error(2, 0), "`trainer.prefetch_factor` … at least 1 … 65536, found 0");
     }
 }

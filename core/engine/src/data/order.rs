@@ -137,6 +137,7 @@ impl SampleOrder {
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
     use proptest::prelude::*;
 
     use super::*;
@@ -185,6 +186,6 @@ mod tests {
 
     #[test]
     fn empty_order_is_an_error() {
-        insta::assert_snapshot!(SampleOrder::new(0, true, 0).unwrap_err(), @"data: there are no training samples");
+        assert_says!(SampleOrder::new(0, true, 0).unwrap_err(), "data … no training samples");
     }
 }

@@ -153,6 +153,8 @@ pub(super) fn listed(endpoints: &[Endpoint]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
+
     use super::*;
 
     #[test]
@@ -163,7 +165,7 @@ mod tests {
         for wrong in ["", "0", "4:1", "1:", "two", "1:2:3", "5000"] {
             assert!(parse(wrong).is_err(), "{wrong}");
         }
-        insta::assert_snapshot!(parse("4:1").unwrap_err(), @"launch: the nodes are `4:1`; they should be a number such as 2, or the least and the most such as 1:4, of 1 to 4096");
+        assert_says!(parse("4:1").unwrap_err(), "launch: the nodes are `4:1` … 1:4, of 1 to 4096");
     }
 
     #[test]
@@ -175,6 +177,6 @@ mod tests {
         for wrong in ["", ":7", "node0:", "node0:0", "node0:99999", "fd00::1", "[fd00::1"] {
             assert!(parse(wrong).is_err(), "{wrong}");
         }
-        insta::assert_snapshot!(parse("node0:http").unwrap_err(), @"launch: the rendezvous endpoint is `node0:http`; it should be a host and a port such as node0:29400, [fd00::1]:29400 or 10.0.0.1:29400");
+        assert_says!(parse("node0:http").unwrap_err(), "launch … `node0:http` … host and a port …");
     }
 }

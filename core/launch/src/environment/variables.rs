@@ -70,6 +70,8 @@ impl<'a> FromIterator<(&'a str, &'a str)> for Variables {
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
+
     use super::*;
 
     #[test]
@@ -77,13 +79,13 @@ mod tests {
         let variables = Variables::from([("RANK", "one"), ("SIZE", " 4 ")]);
         assert_eq!(variables.require::<usize>("SIZE", "a number").unwrap(), 4);
         assert_eq!(variables.parse::<usize>("ABSENT", "a number").unwrap(), None);
-        insta::assert_snapshot!(
+        assert_says!(
             variables.parse::<usize>("RANK", "this process's rank, a number").unwrap_err(),
-            @"launch: the environment variable RANK is `one`, but should be this process's rank, a number"
+            "launch: the environment variable RANK is `one` … a number"
         );
-        insta::assert_snapshot!(
+        assert_says!(
             variables.require::<usize>("ABSENT", "a number").unwrap_err(),
-            @"launch: the environment variable ABSENT (a number) is not set, but others of its family are. Set it, or unset them all to run without a launcher"
+            "launch: the environment variable ABSENT (a number) is not set … unset them all …"
         );
     }
 }

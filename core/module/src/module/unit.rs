@@ -537,6 +537,8 @@ impl<M: Module + Send + Sync + 'static> Module for Unit<M> {
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
+
     use super::*;
     use crate::module::{ModuleBuilder, ModuleInit};
 
@@ -558,7 +560,7 @@ mod tests {
         handle.set_units_to_forward_prefetch(std::slice::from_ref(handle)).unwrap();
         unit.forward(&Tensor::ones(2, DType::F32, &Device::Cpu).unwrap()).unwrap();
         let error = handle.set_activation_checkpointing(true).unwrap_err();
-        insta::assert_snapshot!(error, @"module `same`: activation checkpointing of a unit must be set before its first forward, which has run; set it in a `ParallelizeFn`, or right after the model is built");
+        assert_says!(error, "module `same` … checkpointing … first forward … `ParallelizeFn` …");
         assert!(handle.set_units_to_backward_prefetch(&[]).is_err());
         assert!(!handle.activation_checkpointing());
         assert_eq!(handle.units_to_forward_prefetch(), ["same"]);

@@ -6,6 +6,7 @@ use fulgurite_core::autograd::no_grad;
 use fulgurite_core::module::{ForwardScope, Module, ModuleBuilder};
 use fulgurite_core::nn::*;
 use fulgurite_core::parameter::Init;
+use fulgurite_test_message::assert_says;
 
 use super::gradients::harness::{Params, builder};
 
@@ -214,7 +215,7 @@ fn unusable_numbers_are_refused() {
     let x = Tensor::ones((1, 2, 4), DType::F32, &Device::Cpu).unwrap();
     let rope = Rope::new(4, 1e4).unwrap();
     for offset in [usize::MAX, usize::MAX - 1, 1 << 60, 1 << 24] {
-        insta::allow_duplicates! { assert!(rope.forward(&x, offset).is_err(), "{offset}"); }
+        assert!(rope.forward(&x, offset).is_err(), "{offset}");
     }
     rope.forward(&x, 70_000).unwrap();
     for padding in [usize::MAX, 1 << 63] {
@@ -228,12 +229,30 @@ fn unusable_numbers_are_refused() {
         rope: Some(Rope::new(2, 1e4).unwrap()),
         ..MultiHeadAttentionConfig::new(8, 2)
     };
-    insta::assert_snapshot!(MultiHeadAttention::new(&at("layer"), &config).unwrap_err(), @"module `layer`: the rotary embedding is for heads of 2 elements, the attention has heads of 4");
-    insta::assert_snapshot!(causal(&at("layer"), &[8, 3, 2, 4]).unwrap_err(), @"module `layer`: 3 attention heads cannot share 2 key and value heads; the second number must divide the first");
-    insta::assert_snapshot!(multi_head(&at("layer"), &[8, 3, 3, 8]).unwrap_err(), @"module `layer`: 3 heads do not divide a hidden size of 8");
-    insta::assert_snapshot!(conv2d(&at("layer"), &[0, 2, 3, 3, 1, 1, 1]).unwrap_err(), @"module `layer`: input channels must be at least 1, got 0");
-    insta::assert_snapshot!(conv2d(&at("layer"), &[2, 2, 3, usize::MAX, 1, 3, 1]).unwrap_err(), @"module `layer`: kernel [3, 18446744073709551615], dilation [1, 3] and padding [0, 1] make windows or inputs larger than can be counted");
-    insta::assert_snapshot!(Linear::new(&at("layer"), 1 << 40, 1 << 40).unwrap_err(), @"parameter `layer.weight`: has the shape [1099511627776, 1099511627776], with which the model has more than 1152921504606846975 elements: no machine can address them; make the sizes in `[model]` smaller");
+    assert_says!(
+        MultiHeadAttention::new(&at("layer"), &config).unwrap_err(),
+        "module `layer`: the rotary embedding … heads of 2 elements … heads of 4"
+    );
+    assert_says!(
+        causal(&at("layer"), &[8, 3, 2, 4]).unwrap_err(),
+        "module `layer`: 3 attention heads cannot share 2 key and value heads …"
+    );
+    assert_says!(
+        multi_head(&at("layer"), &[8, 3, 3, 8]).unwrap_err(),
+        "module `layer`: 3 heads do not divide a hidden size of 8"
+    );
+    assert_says!(
+        conv2d(&at("layer"), &[0, 2, 3, 3, 1, 1, 1]).unwrap_err(),
+        "module `layer`: input channels must be at least 1, got 0"
+    );
+    assert_says!(
+        conv2d(&at("layer"), &[2, 2, 3, usize::MAX, 1, 3, 1]).unwrap_err(),
+        "module `layer`: kernel [3, 18446744073709551615] … larger than can be counted"
+    );
+    assert_says!(
+        Linear::new(&at("layer"), 1 << 40, 1 << 40).unwrap_err(),
+        "parameter `layer.weight` … [1099511627776, 1099511627776] … no machine …"
+    );
 }
 
 /// Every layer, with inputs of each number of dimensions, of sizes that do not fit, and empty.

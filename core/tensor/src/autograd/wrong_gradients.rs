@@ -132,6 +132,7 @@ fn all(holds: &Tensor) -> Result<bool> {
 #[cfg(test)]
 mod tests {
     use candle_core::{Device, Var};
+    use fulgurite_test_message::assert_says;
 
     use super::*;
     use crate::autograd::function;
@@ -153,17 +154,20 @@ mod tests {
     #[test]
     fn wrong_gradients_of_candle_are_refused() {
         let pool = |size| refused(size, |x| Ok((x.max_pool2d(2)? + 1.0)?)).unwrap();
-        insta::assert_snapshot!(pool([4, 6]), @"candle's `max_pool2d` gives 1/4 of the gradient in its backward (input of shape [1, 2, 4, 6], windows of 2 x 2): use `MaxPool2d` of `fulgurite::nn`");
+        assert_says!(pool([4, 6]), "candle's `max_pool2d` gives 1/4 … 2 x 2): use `MaxPool2d` …");
         assert!(pool([5, 7]).contains("windows of 2 x 2"));
         assert!(refused([5, 7], |x| Ok(x.max_pool2d((2, 3))?)).unwrap().contains("2 x 3"));
         assert!(refused([11, 7], |x| Ok(x.max_pool2d((4, 3))?)).unwrap().contains("4 x 3"));
         assert!(refused([7, 7], |x| Ok(x.max_pool2d(7)?)).unwrap().contains("7 x 7"));
-        insta::assert_snapshot!(refused([5, 4], |x| Ok(x.avg_pool2d(2)?)).unwrap(), @"candle's `avg_pool2d` gives wrong gradients where windows do not divide the input (input of shape [1, 2, 5, 4], windows of 2 x 2): use `AvgPool2d` of `fulgurite::nn`");
+        assert_says!(
+            refused([5, 4], |x| Ok(x.avg_pool2d(2)?)).unwrap(),
+            "candle's `avg_pool2d` gives wrong gradients … [1, 2, 5, 4] … use `AvgPool2d` …"
+        );
         let shared = refused([2, 3], |x| {
             let y = x.upsample_nearest2d(4, 6)?;
             Ok((y.sum_all()? + x.sqr()?.sum_all()?)?)
         });
-        insta::assert_snapshot!(shared.unwrap(), @"candle's `upsample_nearest2d` takes a tensor of shape [1, 2, 2, 3] that another operation takes too, and its backward forgets the gradient of that. Give it a tensor of its own: `x.affine(1.0, 0.0)?.upsample_nearest2d(..)`");
+        assert_says!(shared.unwrap(), "candle's `upsample_nearest2d` … another operation takes …");
     }
 
     #[test]

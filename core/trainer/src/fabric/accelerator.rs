@@ -152,6 +152,8 @@ fn out_of_memory(device: &str, memory: DeviceMemory) -> String {
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
+
     use super::*;
 
     #[test]
@@ -163,6 +165,10 @@ mod tests {
             total_bytes: 80 << 30,
         };
         let error = Error::module("layers.3", "CUDA_ERROR_OUT_OF_MEMORY");
-        insta::assert_snapshot!(error.during(out_of_memory("NVIDIA H100", memory)), @"module `layers.3`: CUDA_ERROR_OUT_OF_MEMORY (out of memory on NVIDIA H100: of 80.00 GiB, tensors of this rank hold 70.00 GiB and have held at most 71.00; 0.50 GiB are free. Make `data.batch_size` smaller and `trainer.accumulate_grad_batches` larger, set `trainer.activation_checkpointing`, or shard over more ranks)");
+        assert_says!(
+            error.during(out_of_memory("NVIDIA H100", memory)),
+            "module `layers.3`: CUDA_ERROR_OUT_OF_MEMORY … NVIDIA H100: of 80.00 GiB … 70.00 GiB … \
+             71.00; 0.50 GiB … `data.batch_size` … `trainer.accumulate_grad_batches` …"
+        );
     }
 }

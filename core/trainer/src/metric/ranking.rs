@@ -81,6 +81,7 @@ impl Metric for Auroc {
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
     use proptest::prelude::*;
 
     use super::*;
@@ -122,7 +123,13 @@ mod tests {
     #[test]
     fn invalid_scores_are_refused() {
         let at = |values: &[f64]| Tensor::new(values, &Device::Cpu).unwrap();
-        insta::assert_snapshot!(Auroc::of(&at(&[0.5, 1.5]), &at(&[0.0, 1.0])).unwrap_err(), @"an AUROC takes scores between 0 and 1 (`sigmoid` of a logit) and targets of 0 or 1, got 1.5 and 1");
-        insta::assert_snapshot!(Auroc::of(&at(&[0.5]), &at(&[0.0, 1.0])).unwrap_err(), @"an AUROC takes scores and targets of one shape and at least one bin, got [1], [2] and 1000");
+        assert_says!(
+            Auroc::of(&at(&[0.5, 1.5]), &at(&[0.0, 1.0])).unwrap_err(),
+            "an AUROC takes scores between 0 and 1 … targets of 0 or 1, got 1.5 and 1"
+        );
+        assert_says!(
+            Auroc::of(&at(&[0.5]), &at(&[0.0, 1.0])).unwrap_err(),
+            "an AUROC takes scores and targets of one shape … got [1], [2] and 1000"
+        );
     }
 }

@@ -571,6 +571,7 @@ mod tests {
     use crate::run::RunConfig;
     use fulgurite_config::ConfigLayers;
     use fulgurite_engine::module::ActivationOffload;
+    use fulgurite_test_message::assert_says;
 
     fn trainer(keys: &str) -> Result<TrainerConfig> {
         let text = format!("[trainer]\n{keys}");
@@ -605,37 +606,82 @@ mod tests {
     #[test]
     fn wrong_values_are_refused() {
         let error = |keys| trainer(keys).unwrap_err();
-        insta::assert_snapshot!(error("accumulate_grad_batches = 0"), @"`trainer.accumulate_grad_batches`: must be at least 1, found 0");
-        insta::assert_snapshot!(error("accumulate_grad_batches = 1_000_000_000_000_000_000"), @"`trainer.accumulate_grad_batches`: must be at most 1048576, found 1000000000000000000");
-        insta::assert_snapshot!(error("num_workers = 100_000"), @"`trainer.num_workers`: must be at most 256, found 100000");
-        insta::assert_snapshot!(error("prefetch_factor = 0"), @"`trainer.prefetch_factor`: must be at least 1 and at most 65536, found 0");
-        insta::assert_snapshot!(error("timeout_secs = 9223372036854775807"), @"`trainer.timeout_secs`: must be at most 31536000, found 9223372036854775807");
-        insta::assert_snapshot!(error("num_nodes = 4611686018427387904"), @"`trainer.num_nodes`: must be at most 1048576, found 4611686018427387904");
+        assert_says!(
+            error("accumulate_grad_batches = 0"),
+            "`trainer.accumulate_grad_batches`: must be at least 1, found 0"
+        );
+        assert_says!(
+            error("accumulate_grad_batches = 1_000_000_000_000_000_000"),
+            "`trainer.accumulate_grad_batches` … at most 1048576, found 1000000000000000000"
+        );
+        assert_says!(error("num_workers = 100_000"), "`trainer.num_workers` … 256, found 100000");
+        assert_says!(error("prefetch_factor = 0"), "`trainer.prefetch_factor` … least 1 … found 0");
+        assert_says!(
+            error("timeout_secs = 9223372036854775807"),
+            "`trainer.timeout_secs` … most …"
+        );
+        assert_says!(error("num_nodes = 4611686018427387904"), "`trainer.num_nodes` … 1048576 …");
         let devices = error("devices = 4611686018427387904").to_string();
         assert!(devices.starts_with("`trainer.devices`: must be at most "), "{devices}");
         assert!(devices.ends_with(", found 4611686018427387904"), "{devices}");
-        insta::assert_snapshot!(error("memory_check = 'maybe'"), @r#"run.toml: `trainer.memory_check`: expected "error", "warn" or "off", found "maybe""#);
-        insta::assert_snapshot!(error("gradient_clip_val = -1"), @"`trainer.gradient_clip_val`: must be above 0, found -1.0; leave it out for no clipping");
-        insta::assert_snapshot!(error("gradient_clip_val = nan"), @"`trainer.gradient_clip_val`: must be above 0, found NaN; leave it out for no clipping");
-        insta::assert_snapshot!(error("ema_decay = 1.0"), @"`trainer.ema_decay`: must be at least 0 and below 1, such as 0.999; found 1.0");
-        insta::assert_snapshot!(error("activation_checkpointing = 'some'"), @r#"run.toml: `trainer.activation_checkpointing`: expected "none", "full" or "selective", found "some""#);
-        insta::assert_snapshot!(error("activation_checkpointing = true"), @r#"run.toml: `trainer.activation_checkpointing`: expected "none", "full", "selective" or a table with a `type`, found `true`"#);
-        insta::assert_snapshot!(error("activation_checkpointing = { every = 2 }"), @r#"`trainer.activation_checkpointing`: `every` says which units `type = "selective"` takes; the type is "none""#);
-        insta::assert_snapshot!(error("activation_checkpointing = { type = 'full', every = 2 }"), @r#"`trainer.activation_checkpointing`: `every` says which units `type = "selective"` takes; the type is "full""#);
-        insta::assert_snapshot!(error("activation_checkpointing = { type = 'selective', every = 0 }"), @"`trainer.activation_checkpointing`: `every` must be at least 1, found 0; leave it out for every second unit");
-        insta::assert_snapshot!(error("activation_checkpointing = { type = 'full', offload = 'cloud' }"), @r#"run.toml: `trainer.activation_checkpointing.offload`: expected "host" or "disk", found "cloud""#);
-        insta::assert_snapshot!(error("activation_checkpointing = { type = 'none', units = ['a'] }"), @r#"`trainer.activation_checkpointing`: `units` names units and the type is "none"; choose "full" for all of them, or "selective", or `offload`"#);
-        insta::assert_snapshot!(error("profiler = 'advanced'"), @r#"run.toml: `trainer.profiler`: expected "simple" or "trace", found "advanced""#);
-        insta::assert_snapshot!(error("profiler = { type = 'trace', step = 3 }"), @"run.toml: unknown key `trainer.profiler.step`; did you mean `steps`? (the keys of `trainer.profiler` are skip_steps, steps)");
-        insta::assert_snapshot!(error("profiler = { type = 'trace', steps = 0 }"), @r#"`trainer.profiler`: `steps` in the trace must be from 1 to 10000, found 0; "simple" makes a table of all steps without a trace"#);
-        insta::assert_snapshot!(error("val_check_interval = 0"), @"`trainer.val_check_interval`: must be at least 1 step; `trainer.limit_val_batches = 0` turns validation off");
-        insta::assert_snapshot!(error("val_check_interval = 0.0"), @"`trainer.val_check_interval`: must be above 0.0; `trainer.limit_val_batches = 0` turns validation off");
-        insta::assert_snapshot!(error("max_steps = -1"), @"run.toml: `trainer.max_steps`: expected an integer, at least 0, found `-1`; for no limit leave the key out");
-        insta::assert_snapshot!(error("max_steps = 1e3"), @"run.toml: `trainer.max_steps`: expected an integer, at least 0, found `1000.0`; write 1000");
-        insta::assert_snapshot!(error("loggers = 'csv'"), @r#"run.toml: `trainer.loggers`: expected a list, found the string "csv"; write ["csv"]"#);
-        insta::assert_snapshot!(error("loggers = [3]"), @"run.toml: `trainer.loggers[0]`: expected a name or a table with a `type`, found `3`");
-        insta::assert_snapshot!(error("strategy = { bucket_cap_mb = 3, type = 4 }"), @r#"run.toml: `trainer.strategy.type`: expected a string, found `4`; write it in quotes"#);
-        insta::assert_snapshot!(error("default_root_dir = 3"), @r#"run.toml: `trainer.default_root_dir`: expected a string, found `3`; write it in quotes"#);
+        assert_says!(error("memory_check = 'maybe'"), r#"… `trainer.memory_check` … "maybe""#);
+        assert_says!(
+            error("gradient_clip_val = -1"),
+            "`trainer.gradient_clip_val` … above 0, found -1.0 …"
+        );
+        assert_says!(error("gradient_clip_val = nan"), "`trainer.gradient_clip_val` … found NaN …");
+        assert_says!(error("ema_decay = 1.0"), "`trainer.ema_decay` … 0 and below 1 … found 1.0");
+        assert_says!(
+            error("activation_checkpointing = 'some'"),
+            r#"run.toml: `trainer.activation_checkpointing`: expected "none" … found "some""#
+        );
+        assert_says!(
+            error("activation_checkpointing = true"),
+            "run.toml: `trainer.activation_checkpointing`: expected … a table … found `true`"
+        );
+        assert_says!(
+            error("activation_checkpointing = { every = 2 }"),
+            r#"`trainer.activation_checkpointing`: `every` … `type = "selective"` … "none""#
+        );
+        assert_says!(
+            error("activation_checkpointing = { type = 'full', every = 2 }"),
+            r#"`trainer.activation_checkpointing`: `every` … `type = "selective"` … "full""#
+        );
+        assert_says!(
+            error("activation_checkpointing = { type = 'selective', every = 0 }"),
+            "`trainer.activation_checkpointing`: `every` must be at least 1, found 0 …"
+        );
+        assert_says!(
+            error("activation_checkpointing = { type = 'full', offload = 'cloud' }"),
+            r#"run.toml: `trainer.activation_checkpointing.offload`: expected "host" … "cloud""#
+        );
+        assert_says!(
+            error("activation_checkpointing = { type = 'none', units = ['a'] }"),
+            r#"`trainer.activation_checkpointing`: `units` … type is "none"; choose "full" …"#
+        );
+        assert_says!(
+            error("profiler = 'advanced'"),
+            r#"run.toml: `trainer.profiler` … "advanced""#
+        );
+        assert_says!(
+            error("profiler = { type = 'trace', step = 3 }"),
+            "run.toml: unknown key `trainer.profiler.step`; did you mean `steps`? …"
+        );
+        assert_says!(
+            error("profiler = { type = 'trace', steps = 0 }"),
+            r#"`trainer.profiler`: `steps` … must be from 1 to 10000, found 0; "simple" …"#
+        );
+        assert_says!(error("val_check_interval = 0"), "`trainer.val_check_interval` … least 1 …");
+        assert_says!(error("val_check_interval = 0.0"), "`trainer.val_check_interval` … above …");
+        assert_says!(error("max_steps = -1"), "run.toml: `trainer.max_steps` … least 0 … `-1` …");
+        assert_says!(error("max_steps = 1e3"), "run.toml: `trainer.max_steps` … `1000.0` … 1000");
+        assert_says!(error("loggers = 'csv'"), r#"run.toml: `trainer.loggers` … a list … ["csv"]"#);
+        assert_says!(error("loggers = [3]"), "run.toml: `trainer.loggers[0]` … `type`, found `3`");
+        assert_says!(
+            error("strategy = { bucket_cap_mb = 3, type = 4 }"),
+            "run.toml: `trainer.strategy.type`: expected a string, found `4` … quotes"
+        );
+        assert_says!(error("default_root_dir = 3"), "run.toml: `trainer.default_root_dir` … `3` …");
     }
 
     // checklist: torchtune: _get_sharding_strategy

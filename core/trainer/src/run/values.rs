@@ -452,6 +452,8 @@ impl ConfigType for MemoryCheck {
 mod tests {
     use std::fmt;
 
+    use fulgurite_test_message::assert_says;
+
     use super::*;
     use crate::runtime::UnusedParameters;
     use fulgurite_config::{parse, to_table};
@@ -527,21 +529,51 @@ mod tests {
 
     #[test]
     fn errors_name_the_expected_values() {
-        insta::assert_snapshot!(read::<Devices>("0").unwrap_err(), @r#"`key`: expected a number of ranks, at least 1, or "auto", found `0`"#);
-        insta::assert_snapshot!(read::<Devices>("'all'").unwrap_err(), @r#"`key`: expected a number of ranks, at least 1, or "auto", found the string "all""#);
-        insta::assert_snapshot!(read::<FastDevRun>("0").unwrap_err(), @"`key`: expected true, false or a number of batches, at least 1, found `0`");
-        insta::assert_snapshot!(read::<CountOrFraction>("1.5").unwrap_err(), @"`key`: expected a count (an integer, at least 0) or a fraction (a float from 0.0 to 1.0), found `1.5`");
-        insta::assert_snapshot!(read::<CountOrFraction>("true").unwrap_err(), @"`key`: expected a count (an integer, at least 0) or a fraction (a float from 0.0 to 1.0), found `true`");
-        insta::assert_snapshot!(read::<Precision>("'fp16'").unwrap_err(), @r#"`key`: expected "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true" or "64-true", found the string "fp16"; did you mean "16-mixed"?"#);
-        insta::assert_snapshot!(read::<TimeLimit>("'12:00'").unwrap_err(), @r#"`key`: expected "DD:HH:MM:SS" or a number of seconds, found the string "12:00""#);
-        insta::assert_snapshot!(read::<TimeLimit>("'00:25:00:00'").unwrap_err(), @r#"`key`: expected "DD:HH:MM:SS" or a number of seconds, found the string "00:25:00:00""#);
+        assert_says!(
+            read::<Devices>("0").unwrap_err(),
+            r#"`key`: expected … ranks, at least 1, or "auto", found `0`"#
+        );
+        assert_says!(
+            read::<Devices>("'all'").unwrap_err(),
+            r#"`key`: expected … ranks, at least 1, or "auto", found the string "all""#
+        );
+        assert_says!(
+            read::<FastDevRun>("0").unwrap_err(),
+            "`key`: expected true, false … batches, at least 1, found `0`"
+        );
+        assert_says!(
+            read::<CountOrFraction>("1.5").unwrap_err(),
+            "`key`: expected a count … at least 0) or a fraction … 0.0 to 1.0), found `1.5`"
+        );
+        assert_says!(
+            read::<CountOrFraction>("true").unwrap_err(),
+            "`key`: expected a count … or a fraction … found `true`"
+        );
+        assert_says!(
+            read::<Precision>("'fp16'").unwrap_err(),
+            r#"`key` … "32-true", "bf16-mixed" … "16-true" or "64-true" … "fp16" … "16-mixed"?"#
+        );
+        assert_says!(
+            read::<TimeLimit>("'12:00'").unwrap_err(),
+            r#"`key`: expected "DD:HH:MM:SS" … found the string "12:00""#
+        );
+        assert_says!(
+            read::<TimeLimit>("'00:25:00:00'").unwrap_err(),
+            r#"`key`: expected "DD:HH:MM:SS" … found the string "00:25:00:00""#
+        );
         for text in ["'00:18446744073709551615:00:00'", "'00:00:18446744073709551615:00'"] {
             assert!(read::<TimeLimit>(text).unwrap_err().contains("expected \"DD:HH:MM:SS\""));
         }
-        insta::assert_snapshot!(read::<TimeLimit>("-1").unwrap_err(), @r#"`key`: expected "DD:HH:MM:SS" or a number of seconds, found `-1`"#);
-        insta::assert_snapshot!(read::<TimeLimit>("12:00:00").unwrap_err(), @r#"`key`: expected "DD:HH:MM:SS" or a number of seconds, found the string "12:00:00""#);
-        insta::assert_snapshot!(read::<CkptPath>("{}").unwrap_err(), @r#"`key`: expected a path, "last" or "best", found a table"#);
-        insta::assert_snapshot!(read::<ClipAlgorithm>("'nrom'").unwrap_err(), @r#"`key`: expected "norm" or "value", found "nrom"; did you mean "norm"?"#);
+        assert_says!(read::<TimeLimit>("-1").unwrap_err(), r#"`key` … "DD:HH:MM:SS" … found `-1`"#);
+        assert_says!(
+            read::<TimeLimit>("12:00:00").unwrap_err(),
+            r#"`key`: expected "DD:HH:MM:SS" … found the string "12:00:00""#
+        );
+        assert_says!(read::<CkptPath>("{}").unwrap_err(), r#"`key` … "last" or "best" … a table"#);
+        assert_says!(
+            read::<ClipAlgorithm>("'nrom'").unwrap_err(),
+            r#"`key`: expected "norm" … found "nrom"; did you mean "norm"?"#
+        );
     }
 
     #[test]

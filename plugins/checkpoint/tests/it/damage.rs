@@ -6,6 +6,7 @@ use std::path::Path;
 use candle_core::{DType, Device};
 use fulgurite_core::checkpoint::{DistributedCheckpoint, TensorSource, load_into};
 use fulgurite_core::shard::Region;
+use fulgurite_test_message::assert_says;
 use fulgurite_test_support::checkpoints::{SEED, model, save_all, shown, without_digest};
 use proptest::prelude::*;
 
@@ -89,7 +90,7 @@ fn load_and_verify_find_a_flipped_bit() {
     let load = |checkpoint: &DistributedCheckpoint| {
         load_into(checkpoint, &model([1, 1, 1], 0, None, DType::F32), true)
     };
-    insta::assert_snapshot!(shown(load(&open()).unwrap_err(), root), @"checkpoint ROOT/c/model/shard-00002-model-00001-of-00001.safetensors: tensor `layers.0.conv`: the bytes of [1..2, 0..3, 0..4] do not match their checksum; the file is damaged");
+    assert_says!(shown(load(&open()).unwrap_err(), root), "checkpoint … `layers.0.conv` … damaged");
     load(&open().verify_on_load(false)).unwrap();
     insta::assert_snapshot!(shown(open().verify().unwrap_err(), root), @r#"
 checkpoint ROOT/c: is damaged:

@@ -8,6 +8,7 @@ use std::process::{Child, Command, Stdio};
 use candle_core::DType;
 use fulgurite_core::checkpoint::tools::{self, AnyCheckpoint, ConvertOptions, ConvertTarget};
 use fulgurite_core::checkpoint::{FullOptions, save_full, staging_name};
+use fulgurite_test_message::assert_says;
 use fulgurite_test_support::checkpoints::{
     SEED, coordinate, io, meta, model, ranks, save_all, shown, states,
 };
@@ -79,7 +80,7 @@ fn second_run_learns_the_lock_owner() {
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let error =
         error.replace(&format!("process {} on {host}", other.0.id()), "process PID on HOST");
-    insta::assert_snapshot!(error, @"checkpoint ROOT/runs/checkpoints: another run saves here: process PID on HOST. Give this one a `checkpoint.dir` of its own, or start it when that one has ended. If it has, and its host cannot be asked, remove ROOT/runs/checkpoints/.lock");
+    assert_says!(error, "checkpoint ROOT/runs/checkpoints: another run … PID … `checkpoint.dir` …");
     assert_eq!(io(&root).is_locked("").unwrap(), Some(true));
     // A killed process leaves the file, but not the lock.
     other.kill();

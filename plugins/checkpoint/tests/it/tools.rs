@@ -11,6 +11,7 @@ use fulgurite_core::checkpoint::tools::{
 };
 use fulgurite_core::checkpoint::{TensorSource, TorchSource, open};
 use fulgurite_core::shard::Region;
+use fulgurite_test_message::assert_says;
 use fulgurite_test_support::checkpoints::{io, save_all, shown};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
@@ -72,7 +73,7 @@ fn damage_in_torch_files_is_found() {
     let verified = verify(&AnyCheckpoint::open(&path).unwrap(), &mut |_| {});
     let damages: Vec<String> = verified.damages.iter().map(ToString::to_string).collect();
     let damages = damages.join("\n").replace(temp.path().to_str().unwrap(), "ROOT");
-    insta::assert_snapshot!(damages, @"ROOT/a.pth: tensor `model.up.weight`: the bytes of [0..3, 0..2] do not match their checksum; the file is damaged");
+    assert_says!(damages, "ROOT/a.pth: tensor `model.up.weight` … [0..3, 0..2] … checksum …");
 }
 
 #[test]
@@ -186,7 +187,7 @@ fn conversion_refuses_overflow() {
         ..ConvertOptions::new(ConvertTarget::HuggingFace)
     };
     let error = converted_as(&path, temp.path(), "half", &options(DType::F16)).unwrap_err();
-    insta::assert_snapshot!(shown(error, temp.path()), @"checkpoint ROOT/a.safetensors: tensor `w`: the value 70000 does not fit into F16, whose largest is 65504; take bf16 or f32");
+    assert_says!(shown(error, temp.path()), "checkpoint ROOT/a.safetensors … 70000 does not fit …");
     assert!(!temp.path().join("half").exists());
     converted_as(&path, temp.path(), "brain", &options(DType::BF16)).unwrap();
 }

@@ -6,6 +6,7 @@ use candle_core::Device;
 use fulgurite_core::Result;
 use fulgurite_core::data::{DataContext, DataModule as _, Split};
 use fulgurite_data::{CacheDir, ChatData, ChatDataConfig, OnError, TooLong, TrainOn};
+use fulgurite_test_message::assert_says;
 use serde_json::{Value, json};
 
 /// Writes the rows, and returns a configuration that reads them.
@@ -136,38 +137,50 @@ fn prefixes_find_answers_without_marks() {
     );
     let error = error(&[turns()], |config| config.chat_template = drops.clone());
     let error = error.replace(dir.path().to_str().unwrap(), "DIR");
-    insta::assert_snapshot!(error, @r#"data: DIR/rows.jsonl, line 1 has an answer, message 2, that cannot be found in the text: DIR/template.jinja writes the messages up to it differently if others follow. Take a template that marks answers with {% generation %} (data.chat_template), or learn the last answers only (data.train_on = "last")"#);
+    assert_says!(error, "data: DIR/rows.jsonl, line 1 … message 2, that cannot be found …");
 }
 
 #[test]
 fn bad_rows_are_named() {
     let says = |row: Value| error(&[turns(), row], |_| {});
     let user = json!({"role": "user", "content": "q"});
-    insta::assert_snapshot!(says(json!({"text": "x"})), @"data: DIR/rows.jsonl, line 2 is no conversation: expected `messages` (a list of tables with `role` and `content`), `conversations` (with `from` and `value`), `prompt` and `completion`, or `instruction` and `output`");
-    insta::assert_snapshot!(says(json!({"messages": [user]})), @"data: DIR/rows.jsonl, line 2 has no answer to learn: no message of the assistant, or an empty one (or a template whose {% generation %} marks none)");
-    insta::assert_snapshot!(says(json!({"messages": []})), @"data: DIR/rows.jsonl, line 2 has an empty list of messages");
-    insta::assert_snapshot!(says(json!({"messages": [{"role": "robot", "content": "x"}]})), @r#"data: DIR/rows.jsonl, line 2 has a message 0 of the unknown role "robot"; the roles are system, developer, user, assistant, tool and ipython"#);
-    insta::assert_snapshot!(says(json!({"messages": [{"role": "user"}]})), @"data: DIR/rows.jsonl, line 2 has a message 0 without `content`");
-    insta::assert_snapshot!(says(json!({"messages": "hello"})), @"data: DIR/rows.jsonl, line 2 has a text as `messages` that is not JSON: expected value at line 1 column 1");
-    insta::assert_snapshot!(says(json!({"prompt": "x"})), @"data: DIR/rows.jsonl, line 2 has a `prompt` and no `completion`");
+    assert_says!(says(json!({"text": "x"})), "data: DIR/rows.jsonl, line 2 is no conversation …");
+    assert_says!(says(json!({"messages": [user]})), "data: DIR/rows.jsonl, line 2 has no answer …");
+    assert_says!(says(json!({"messages": []})), "data: DIR/rows.jsonl, line 2 has an empty list …");
+    assert_says!(
+        says(json!({"messages": [{"role": "robot", "content": "x"}]})),
+        r#"data: DIR/rows.jsonl, line 2 … message 0 of the unknown role "robot" …"#
+    );
+    assert_says!(says(json!({"messages": [{"role": "user"}]})), "… line 2 … 0 without `content`");
+    assert_says!(says(json!({"messages": "hello"})), "data: … line 2 … `messages` … not JSON …");
+    assert_says!(says(json!({"prompt": "x"})), "data: DIR/rows.jsonl, line 2 … no `completion`");
     let rows = [turns(), json!({"text": "x"})];
     assert_eq!(shown_rows(&rows, |config| config.on_error = OnError::Skip).len(), 1);
-    insta::assert_snapshot!(error(&rows[1..], |config| config.on_error = OnError::Skip), @"data: data.path has no conversation to learn from, of 1 rows; `fulgurite data inspect` shows what is left out");
+    assert_says!(
+        error(&rows[1..], |config| config.on_error = OnError::Skip),
+        "data: data.path has no conversation … of 1 rows; `fulgurite data inspect` …"
+    );
     let refuses = |config: &mut ChatDataConfig| {
         config.chat_template =
             template(config.path_dir(), "{{ raise_exception('no system, please') }}");
     };
-    insta::assert_snapshot!(error(&[turns()], refuses), @"data: DIR/rows.jsonl, line 1 cannot be rendered: DIR/template.jinja, line 1 (the chat template): no system, please");
+    assert_says!(error(&[turns()], refuses), "data: DIR/rows.jsonl, line 1 … no system, please");
     let broken = |config: &mut ChatDataConfig| {
         config.chat_template = template(config.path_dir(), "{% for m in messages %}\n{% if %}");
     };
-    insta::assert_snapshot!(error(&[turns()], broken), @"DIR/template.jinja, line 2 (the chat template): unexpected end of block");
+    assert_says!(error(&[turns()], broken), "DIR/template.jinja, line 2 … unexpected end of block");
     let dated = |config: &mut ChatDataConfig| {
         config.chat_template = template(config.path_dir(), "{{ strftime_now('%Y') }}");
     };
-    insta::assert_snapshot!(error(&[turns()], dated), @"data: DIR/rows.jsonl, line 1 cannot be rendered: DIR/template.jinja, line 1 (the chat template): it writes the date of today, which would change the data from day to day; set data.template_date");
-    insta::assert_snapshot!(error(&[turns()], |config| config.chat_template = None), @r#"data.chat_template is missing: without a tokenizer of a model no file has one; name a file, or "chatml""#);
-    insta::assert_snapshot!(error(&[turns()], |config| config.template_date = Some("today".into())), @r#"data.template_date: expected a date such as "2026-01-31", found "today""#);
+    assert_says!(error(&[turns()], dated), "data: … line 1 … date of today … data.template_date");
+    assert_says!(
+        error(&[turns()], |config| config.chat_template = None),
+        r#"data.chat_template is missing … name a file, or "chatml""#
+    );
+    assert_says!(
+        error(&[turns()], |config| config.template_date = Some("today".into())),
+        r#"data.template_date: expected a date … found "today""#
+    );
 }
 
 trait PathDir {
@@ -200,10 +213,10 @@ fn long_conversations_are_cut_or_left_out() {
         config.seq_len = 12;
         config.too_long = TooLong::Error;
     });
-    insta::assert_snapshot!(wrong, @r#"data: DIR/rows.jsonl, line 2 has 15 tokens, and data.seq_len is 12; raise it, or set data.too_long to "cut" or "skip""#);
+    assert_says!(wrong, "data: DIR/rows.jsonl, line 2 has 15 tokens … data.seq_len is 12 …");
     // Nothing of the answer is left.
     let none = error(&rows, |config| config.seq_len = 8);
-    insta::assert_snapshot!(none, @"data: data.path has no conversation to learn from, of 2 rows; `fulgurite data inspect` shows what is left out");
+    assert_says!(none, "data: data.path has no conversation … 2 rows; `fulgurite data inspect` …");
 }
 
 #[test]

@@ -3,6 +3,7 @@
 use candle_core::Device;
 use fulgurite_core::data::{DataContext, DataModule as _, Split};
 use fulgurite_data::{DataKind, JsonLines, Lines, TextData, TextDataConfig};
+use fulgurite_test_message::assert_says;
 use proptest::prelude::*;
 use tempfile::TempDir;
 
@@ -54,23 +55,26 @@ fn bad_line_is_named_by_file_and_number() {
     assert_eq!(lines.len(), 5);
     assert_eq!(lines.get::<Row>(0).unwrap(), Row { n: 1 });
     let error = |i| named(&dir, lines.get::<Row>(i).unwrap_err());
-    insta::assert_snapshot!(error(1), @"data: DIR/a.jsonl, line 3 does not parse: missing field `n` at column 11");
-    insta::assert_snapshot!(error(3), @"data: DIR/a.jsonl, line 5 does not parse: EOF while parsing an object at column 15; the file is cut off, or has a value on several lines, which `jq -c .` joins");
+    assert_says!(error(1), "data: DIR/a.jsonl, line 3 does not parse … `n` at column 11");
+    assert_says!(error(3), "data: DIR/a.jsonl, line 5 does not parse … column 15 … `jq -c .` …");
 
     let texts = |keys: &str| {
         let text = format!("type = 'jsonl'\nseq_len = 2\npath = {:?}\n{keys}", dir.path());
         let config: TextDataConfig = toml::from_str(&text).unwrap();
         named(&dir, TextData::setup(&config, &DataContext::default()).unwrap_err())
     };
-    insta::assert_snapshot!(texts(""), @r#"data: DIR/a.jsonl, line 3 (data.path) has no text under the key "text" (data.text_key), but 2; or set data.on_error = "skip", which leaves out what cannot be used"#);
-    insta::assert_snapshot!(texts("text_key = 'content'"), @r#"data: DIR/a.jsonl, line 1 (data.path) has no key "content" (data.text_key); it has n, text; or set data.on_error = "skip", which leaves out what cannot be used"#);
+    assert_says!(texts(""), "data: DIR/a.jsonl, line 3 … no text … (data.text_key), but 2 …");
+    assert_says!(texts("text_key = 'content'"), r#"data: DIR/a.jsonl … no key "content" …"#);
     let empty = folder(&[("x.txt", "")]);
-    insta::assert_snapshot!(named(&empty, JsonLines::open(&[empty.path()]).unwrap_err()), @"data: the folder DIR (the given path) holds no files named .jsonl, .ndjson; left out: 1 of another type (x.txt)");
+    assert_says!(
+        named(&empty, JsonLines::open(&[empty.path()]).unwrap_err()),
+        "data: the folder DIR (the given path) holds no files … 1 of another type (x.txt)"
+    );
 
     // A file that changes while it is read.
     let path = dir.path().join("a.jsonl");
     std::fs::OpenOptions::new().write(true).open(path).unwrap().set_len(3).unwrap();
-    insta::assert_snapshot!(error(0), @"data: DIR/a.jsonl had 57 bytes when it was opened and has 3 bytes now; files must not change while they are trained on");
+    assert_says!(error(0), "data: DIR/a.jsonl had 57 bytes … has 3 bytes now … must not change …");
 }
 
 #[test]
@@ -89,10 +93,10 @@ fn every_document_gets_an_end_token() {
     }
     let config = TextDataConfig { text_key: Some("a".into()), ..TextDataConfig::default() };
     let error = TextData::setup(&config, &DataContext::default()).unwrap_err();
-    insta::assert_snapshot!(error, @r#"data.text_key is for data.type = "jsonl" or "parquet""#);
+    assert_says!(error, r#"data.text_key is for data.type = "jsonl" or "parquet""#);
     if !cfg!(feature = "parquet") {
         let config = TextDataConfig { kind: DataKind::Parquet, ..TextDataConfig::default() };
         let error = TextData::setup(&config, &DataContext::default()).unwrap_err();
-        insta::assert_snapshot!(error, @r#"data.type = "parquet" needs Parquet to be compiled in: give the dependency `fulgurite` (or `fulgurite-data`) the feature `parquet`"#);
+        assert_says!(error, r#"data.type = "parquet" … compiled in … feature `parquet`"#);
     }
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use candle_core::Device;
 use fulgurite_core::data::{DataContext, DataModule as _, Split};
 use fulgurite_data::TextData;
+use fulgurite_test_message::assert_says;
 use parquet::basic::Compression;
 use parquet::data_type::{ByteArray, ByteArrayType, Int64Type};
 use parquet::file::properties::WriterProperties;
@@ -76,14 +77,17 @@ fn wrong_files_are_explained() {
     let error = |keys: &str| {
         setup(&path, keys).unwrap_err().to_string().replace(dir.path().to_str().unwrap(), "DIR")
     };
-    insta::assert_snapshot!(error(""), @r#"data: DIR/a.parquet (data.path) has no column "text" (data.text_key); it has n, body; or set data.on_error = "skip", which leaves out what cannot be used"#);
-    insta::assert_snapshot!(error("text_key = 'n'"), @r#"data: DIR/a.parquet (data.path) has a column "n" (data.text_key), but not of texts; or set data.on_error = "skip", which leaves out what cannot be used"#);
-    insta::assert_snapshot!(error("text_key = 'body'"), @r#"data: DIR/a.parquet, row 1 (data.path) has no text in the column "body" (data.text_key); or set data.on_error = "skip", which leaves out what cannot be used"#);
+    assert_says!(error(""), r#"data: DIR/a.parquet … no column "text" (data.text_key) …"#);
+    assert_says!(error("text_key = 'n'"), r#"data: DIR/a.parquet … column "n" … not of texts …"#);
+    assert_says!(error("text_key = 'body'"), r#"data: DIR/a.parquet, row 1 … no text … "body" …"#);
     let data = setup(&path, "text_key = 'body'\nseq_len = 2\non_error = 'skip'");
     let report = data.unwrap().report().unwrap().to_string();
-    insta::assert_snapshot!(report.replace(dir.path().to_str().unwrap(), "DIR"), @"data.path: 1 document, 1 file, 2 bytes, 3 tokens; left out: 1 without a text (DIR/a.parquet row 1)");
+    assert_says!(
+        report.replace(dir.path().to_str().unwrap(), "DIR"),
+        "data.path: 1 document, 1 file, 2 bytes, 3 tokens … 1 without a text … row 1)"
+    );
     std::fs::write(&path, "no parquet").unwrap();
-    insta::assert_snapshot!(error(""), @r#"data: DIR/a.parquet (data.path) cannot be read: Parquet error: Invalid Parquet file. Corrupt footer; or set data.on_error = "skip", which leaves out what cannot be used"#);
+    assert_says!(error(""), "data: DIR/a.parquet (data.path) cannot be read … data.on_error …");
 }
 
 /// A file written by pyarrow, with rows `hello`, `world` and `abc` in a `text` column; type and

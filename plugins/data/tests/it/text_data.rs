@@ -7,6 +7,7 @@ use candle_core::{DType, Device};
 use fulgurite_core::data::{DataContext, DataModule as _, EvalSampler, Split, TokenBatch};
 use fulgurite_core::data::{SampleOrder, TrainSampler};
 use fulgurite_data::{DataKind, Paths, TextData, TextDataConfig, TokenDtype};
+use fulgurite_test_message::assert_says;
 use proptest::prelude::*;
 use tempfile::TempDir;
 
@@ -156,7 +157,7 @@ fn separate_documents_have_their_lengths() {
     let tokens = folder(&[("x.bin", &u16s(0..9))]);
     let config =
         TextDataConfig { separate_documents: true, ..plain(DataKind::Tokens, tokens.path(), 4) };
-    insta::assert_snapshot!(error(&tokens, &config), @"data.separate_documents needs the token that ends a document: for token files data.tokenizer says it, and is missing");
+    assert_says!(error(&tokens, &config), "data.separate_documents … data.tokenizer … is missing");
 }
 
 #[test]
@@ -261,8 +262,10 @@ fn hugging_face_tokenizer_is_used() {
     let tokenizer = data.tokenizer().unwrap();
     assert_eq!(tokenizer.decode(&[1, 3, 2, 4]).unwrap(), "sand and glass");
     assert_eq!(tokenizer.encode("sand glass").unwrap(), [1, 2]);
-    insta::assert_snapshot!(
-        error(&dir, &TextDataConfig { vocab_size: Some(4), ..config }), @"data.vocab_size is 4, but the tokenizer has 5 ids; the model's vocabulary must hold them all");
+    assert_says!(
+        error(&dir, &TextDataConfig { vocab_size: Some(4), ..config }),
+        "data.vocab_size is 4 … tokenizer has 5 ids …"
+    );
 }
 
 #[test]
@@ -287,9 +290,9 @@ fn configured_by_toml() {
     assert_eq!(toml::from_str::<TextDataConfig>("").unwrap(), TextDataConfig::default());
 
     let error = |text| toml::from_str::<TextDataConfig>(text).unwrap_err().message().to_owned();
-    insta::assert_snapshot!(error("path = 3"), @"expected a path or a list of paths");
-    insta::assert_snapshot!(error("sequence = 3"), @"unknown field `sequence`, expected one of `type`, `path`, `mixture`, `text_key`, `on_error`, `tokenizer`, `eos_token`, `add_bos_token`, `bos_token`, `cache_dir`, `seq_len`, `stride`, `separate_documents`, `batch_size`, `shuffle`, `validation_fraction`, `validation_path`, `validation_sets`, `token_dtype`, `vocab_size`");
-    insta::assert_snapshot!(error("type = \"csv\""), @"unknown variant `csv`, expected one of `text`, `tokens`, `lines`, `jsonl`, `parquet`");
+    assert_says!(error("path = 3"), "expected a path or a list of paths");
+    assert_says!(error("sequence = 3"), "unknown field `sequence`, expected one of `type` …");
+    assert_says!(error("type = \"csv\""), "unknown variant `csv`, expected one of `text` …");
 }
 
 #[test]
@@ -305,26 +308,36 @@ fn missing_and_unusable_files_are_explained() {
     ]);
     let at = |kind, name: &str| plain(kind, dir.path().join(name), 8);
     let (text, tokens) = (DataKind::Text, DataKind::Tokens);
-    insta::assert_snapshot!(error(&dir, &at(text, "none.txt")), @"data: there is no file or folder DIR/none.txt (data.path)");
-    insta::assert_snapshot!(error(&dir, &at(tokens, "none.bin")), @"data: there is no file or folder DIR/none.bin (data.path)");
+    assert_says!(error(&dir, &at(text, "none.txt")), "data: … no file … DIR/none.txt (data.path)");
+    assert_says!(error(&dir, &at(tokens, "none.bin")), "data … no file … DIR/none.bin (data.path)");
     let own = Some(dir.path().join("none").as_path().into());
-    insta::assert_snapshot!(
-        error(&dir, &TextDataConfig {
-            validation_path: own, validation_fraction: None, ..at(text, "short.txt")
-        }), @"data: there is no file or folder DIR/none (data.validation_path)");
-    insta::assert_snapshot!(error(&dir, &at(text, "empty")), @"data: the folder DIR/empty (data.path) holds no text; left out: 1 hidden (.keep)");
-    insta::assert_snapshot!(error(&dir, &at(tokens, "empty")), @"data: the folder DIR/empty (data.path) holds no files named .u16, .u32, .bin, .npy; left out: 1 hidden (.keep)");
-    insta::assert_snapshot!(error(&dir, &TextDataConfig { seq_len: 10, ..at(text, "short.txt") }), @"data: the text (data.path) has 10 tokens, but one sample needs 11 (data.seq_len = 10, and the token after it); give more data or lower data.seq_len");
-    insta::assert_snapshot!(error(&dir, &at(tokens, "short.bin")), @"data: DIR/short.bin (data.path) has 8 tokens, but one sample needs 9 (data.seq_len = 8, and the token after it); give more data or lower data.seq_len");
-    insta::assert_snapshot!(error(&dir, &at(tokens, "odd.bin")), @"data: DIR/odd.bin has 3 bytes, which is no whole number of ids of 2 bytes; is data.token_dtype right?");
-    insta::assert_snapshot!(error(&dir, &at(tokens, "tokens.dat")), @r#"the name of DIR/tokens.dat does not say what it holds (.u16, .bin, .u32 and .npy would); set data.token_dtype to "u16", "u32", "i32" or "i64""#);
-    insta::assert_snapshot!(error(&dir, &at(text, "image.png")), @r#"data: DIR/image.png (data.path) is not UTF-8 text: byte 0 is 0x89; convert it, from Latin-1 for example with `iconv -f LATIN1 -t UTF-8`; or set data.on_error = "skip", which leaves out what cannot be used"#);
+    assert_says!(
+        error(
+            &dir,
+            &TextDataConfig {
+                validation_path: own,
+                validation_fraction: None,
+                ..at(text, "short.txt")
+            }
+        ),
+        "data: there is no file … DIR/none (data.validation_path)"
+    );
+    assert_says!(error(&dir, &at(text, "empty")), "data: … DIR/empty … no text … 1 hidden (.keep)");
+    assert_says!(error(&dir, &at(tokens, "empty")), "data: … DIR/empty … no files named .u16 …");
+    assert_says!(
+        error(&dir, &TextDataConfig { seq_len: 10, ..at(text, "short.txt") }),
+        "data: the text (data.path) has 10 tokens … needs 11 (data.seq_len = 10 …"
+    );
+    assert_says!(error(&dir, &at(tokens, "short.bin")), "data: DIR/short.bin … has 8 … needs 9 …");
+    assert_says!(error(&dir, &at(tokens, "odd.bin")), "data: DIR/odd.bin has 3 bytes … ids of 2 …");
+    assert_says!(error(&dir, &at(tokens, "tokens.dat")), r#"the name of DIR/tokens.dat … "i64""#);
+    assert_says!(error(&dir, &at(text, "image.png")), "data: DIR/image.png … UTF-8 … 0x89 …");
     let tokenizer = |name: &str| TextDataConfig {
         tokenizer: Some(dir.path().join(name).to_str().unwrap().to_owned()),
         ..at(text, "short.txt")
     };
-    insta::assert_snapshot!(error(&dir, &tokenizer("tokenizer.json")), @r#"data: there is no file DIR/tokenizer.json (data.tokenizer); name a Hugging Face tokenizer.json, a repository in the local Hub cache, or "bytes" for the built-in byte-level tokenizer"#);
-    insta::assert_snapshot!(error(&dir, &tokenizer("bad.json")), @"data: DIR/bad.json (data.tokenizer) is not a Hugging Face tokenizer.json: Model missing. at line 1 column 2");
+    assert_says!(error(&dir, &tokenizer("tokenizer.json")), "data: … file DIR/tokenizer.json …");
+    assert_says!(error(&dir, &tokenizer("bad.json")), "data: DIR/bad.json … not … Model missing …");
 }
 
 #[test]
@@ -332,20 +345,43 @@ fn options_out_of_range_are_explained() {
     let dir = folder(&[("x.txt", &[b'x'; 30])]);
     let base = || plain(DataKind::Text, dir.path().join("x.txt"), 8);
     let error = |config| error(&dir, &config);
-    insta::assert_snapshot!(error(TextDataConfig { seq_len: 0, ..base() }), @"data.seq_len must be at least 1, got 0");
-    insta::assert_snapshot!(error(TextDataConfig { stride: Some(0), ..base() }), @"data.stride must be at least 1, got 0");
-    insta::assert_snapshot!(error(TextDataConfig { batch_size: 0, ..base() }), @"data.batch_size must be at least 1, got 0");
-    insta::assert_snapshot!(error(TextDataConfig { batch_size: 1_000_000_000_000_000_000, ..base() }), @"data.batch_size = 1000000000000000000 times data.seq_len = 8 are the tokens of a micro-batch, which must be at most 134217728");
-    insta::assert_snapshot!(error(TextDataConfig { validation_fraction: Some(1.0), ..base() }), @"data.validation_fraction must be at least 0 and less than 1, got 1");
-    insta::assert_snapshot!(error(TextDataConfig { path: Paths::Many(vec![]), ..base() }), @"data.path is an empty list; name a file or folder");
-    insta::assert_snapshot!(
-        error(TextDataConfig { token_dtype: Some(TokenDtype::U16), ..base() }), @r#"data.token_dtype is for data.type = "tokens""#);
-    insta::assert_snapshot!(
+    assert_says!(error(TextDataConfig { seq_len: 0, ..base() }), "data.seq_len … least 1, got 0");
+    assert_says!(
+        error(TextDataConfig { stride: Some(0), ..base() }),
+        "data.stride must be at least 1, got 0"
+    );
+    assert_says!(
+        error(TextDataConfig { batch_size: 0, ..base() }),
+        "data.batch_size must be at least 1, got 0"
+    );
+    assert_says!(
+        error(TextDataConfig { batch_size: 1_000_000_000_000_000_000, ..base() }),
+        "data.batch_size = 1000000000000000000 times data.seq_len = 8 … at most 134217728"
+    );
+    assert_says!(
+        error(TextDataConfig { validation_fraction: Some(1.0), ..base() }),
+        "data.validation_fraction … at least 0 and less than 1, got 1"
+    );
+    assert_says!(
+        error(TextDataConfig { path: Paths::Many(vec![]), ..base() }),
+        "data.path is an empty list; name a file or folder"
+    );
+    assert_says!(
+        error(TextDataConfig { token_dtype: Some(TokenDtype::U16), ..base() }),
+        r#"data.token_dtype is for data.type = "tokens""#
+    );
+    assert_says!(
         error(TextDataConfig {
-            validation_fraction: Some(0.5), validation_path: Some("v".into()), ..base()
-        }), @"data.validation_path and data.validation_fraction = 0.5 exclude each other; take one away");
-    insta::assert_snapshot!(
-        error(TextDataConfig { validation_fraction: Some(0.9), stride: Some(1), ..base() }), @"data: of 23 samples data.validation_fraction = 0.9 leaves none for training; lower it or give more data");
+            validation_fraction: Some(0.5),
+            validation_path: Some("v".into()),
+            ..base()
+        }),
+        "data.validation_path and data.validation_fraction = 0.5 exclude …"
+    );
+    assert_says!(
+        error(TextDataConfig { validation_fraction: Some(0.9), stride: Some(1), ..base() }),
+        "data: of 23 samples data.validation_fraction = 0.9 leaves none … lower it …"
+    );
 }
 
 #[test]
@@ -370,7 +406,7 @@ fn preview_has_the_same_errors() {
     setup(&too_few);
     let message = preview(&too_few).unwrap_err().to_string();
     let message = message.replace(&dir.path().display().to_string(), "DIR");
-    insta::assert_snapshot!(message, @"data: DIR/x.bin has the token id 99 at its beginning, but ids must be less than 50; are data.token_dtype, data.tokenizer and data.vocab_size those that it was made with?");
+    assert_says!(message, "data: DIR/x.bin … id 99 … beginning … than 50 … data.token_dtype …");
 }
 
 #[test]
@@ -387,8 +423,8 @@ fn out_of_range_ids_and_samples_are_explained() {
         let error = data.batch(Split::Train, &[0, index], &Device::Cpu).unwrap_err();
         error.to_string().replace(dir.path().to_str().unwrap(), "DIR")
     };
-    insta::assert_snapshot!(error(3), @"data: DIR/x.bin has the token id 30 in train sample 3, but ids must be less than 30; are data.token_dtype, data.tokenizer and data.vocab_size those that it was made with?");
-    insta::assert_snapshot!(error(4), @"data: there is no train sample 4 of 4");
+    assert_says!(error(3), "data: DIR/x.bin … 30 in train sample 3 … than 30 … data.token_dtype …");
+    assert_says!(error(4), "data: there is no train sample 4 of 4");
 }
 
 #[test]
@@ -485,7 +521,7 @@ fn shrinking_file_is_an_error() {
     std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(1000).unwrap();
     read(10).unwrap();
     let error = read(100).unwrap_err().to_string().replace(&path.display().to_string(), "a.u16");
-    insta::assert_snapshot!(error, @"data: a.u16 had 2000 bytes when it was opened and has 1000 bytes now; files must not change while they are trained on");
+    assert_says!(error, "data: a.u16 had 2000 bytes … has 1000 bytes now … must not change …");
 }
 
 #[test]
@@ -507,12 +543,12 @@ fn validation_sets_have_names() {
     let batch = data.batch(Split::ValidationSet(1), &[1], &Device::Cpu).unwrap();
     assert_eq!(inputs(&batch), [(9..18).collect::<Vec<u32>>()]);
     let missing = data.batch(Split::ValidationSet(2), &[1], &Device::Cpu).unwrap_err();
-    insta::assert_snapshot!(missing, @"data: there is no validation set 2");
+    assert_says!(missing, "data: there is no validation set 2");
 
     let both = TextDataConfig { validation_path: Some("a".into()), ..config.clone() };
-    insta::assert_snapshot!(error(&dir, &both), @"data.validation_path and data.validation_sets exclude each other; make the path one of the sets");
+    assert_says!(error(&dir, &both), "data.validation_path and data.validation_sets exclude …");
     let fraction = TextDataConfig { validation_fraction: Some(0.1), ..config };
-    insta::assert_snapshot!(error(&dir, &fraction), @"data.validation_sets and data.validation_fraction = 0.1 exclude each other; take one away");
+    assert_says!(error(&dir, &fraction), "data.validation_sets … data.validation_fraction = 0.1 …");
 }
 
 #[test]
@@ -550,8 +586,8 @@ fn sources_are_mixed_by_weight() {
         let config = toml::from_str(&text.replace(old, new)).unwrap();
         error(&dir, &config)
     };
-    insta::assert_snapshot!(error("weight = 3", "weight = -1"), @"source 1 of the mixture has the weight -1.0, which must be above 0; leave out what is not wanted");
-    insta::assert_snapshot!(error("type", "shuffle = false\ntype"), @"data.shuffle = false and data.mixture exclude each other: a mixture draws at random");
-    insta::assert_snapshot!(error("type", "path = 'x'\ntype"), @"data.path and data.mixture exclude each other; make the path one of the mixture's sources");
-    insta::assert_snapshot!(error("b.u16", "c.u16"), @"data: there is no file or folder DIR/c.u16 (data.mixture[1].path)");
+    assert_says!(error("weight = 3", "weight = -1"), "source 1 … weight -1.0 … must be above 0 …");
+    assert_says!(error("type", "shuffle = false\ntype"), "data.shuffle = false and data.mixture …");
+    assert_says!(error("type", "path = 'x'\ntype"), "data.path and data.mixture exclude …");
+    assert_says!(error("b.u16", "c.u16"), "data: … no file … DIR/c.u16 (data.mixture[1].path)");
 }

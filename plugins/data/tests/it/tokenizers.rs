@@ -6,6 +6,7 @@ use std::path::Path;
 use candle_core::Device;
 use fulgurite_core::data::{DataContext, DataModule as _, Split};
 use fulgurite_data::{TextData, TextDataConfig, Tokenizer};
+use fulgurite_test_message::assert_says;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -214,7 +215,7 @@ fn start_token_on_demand() {
     assert_eq!(ids("none", "add_bos_token = 'auto'"), without);
     let data = setup(dir.path(), "plain", "add_bos_token = true").unwrap();
     assert_eq!(data.tokenizer().unwrap().start_of_text(), Some(1));
-    insta::assert_snapshot!(error(&dir, "none", "add_bos_token = true"), @"data.add_bos_token: no file says which token of DIR/none/tokenizer.json begins a text; set `data.bos_token`");
+    assert_says!(error(&dir, "none", "add_bos_token = true"), "data.add_bos_token: no file says …");
 }
 
 #[test]
@@ -256,7 +257,7 @@ invalid value: string "yes", expected `true`, `false` or `"auto"`
     let bytes =
         TextDataConfig { tokenizer: None, ..self::config(dir.path(), "", "eos_token = 'x'") };
     let bytes = TextData::setup(&bytes, &DataContext::default()).unwrap_err();
-    insta::assert_snapshot!(bytes, @"data.eos_token is for text with a Hugging Face tokenizer (data.tokenizer)");
+    assert_says!(bytes, "data.eos_token is for … Hugging Face tokenizer (data.tokenizer)");
 }
 
 #[test]

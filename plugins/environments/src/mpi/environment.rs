@@ -94,6 +94,8 @@ fn read(variables: &Variables, starter: &FindStarter) -> Result<Process> {
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
+
     use super::*;
 
     /// The variables of Open MPI 4.1's `mpirun` that are read, on two hosts.
@@ -223,31 +225,70 @@ mod tests {
 
     #[test]
     fn mistakes_are_named() {
-        insta::assert_snapshot!(error(&OPEN_MPI_4, &[("OMPI_COMM_WORLD_SIZE", "")]), @"launch: the environment variable OMPI_COMM_WORLD_SIZE (a number that the launcher sets) is not set, but others of its family are. Set it, or unset them all to run without a launcher");
-        insta::assert_snapshot!(error(&OPEN_MPI_4, &[("OMPI_COMM_WORLD_LOCAL_RANK", "")]), @"launch: the environment variable OMPI_COMM_WORLD_LOCAL_RANK (a number that the launcher sets) is not set, but others of its family are. Set it, or unset them all to run without a launcher");
-        insta::assert_snapshot!(error(&OPEN_MPI_4, &[("OMPI_COMM_WORLD_RANK", "x")]), @"launch: the environment variable OMPI_COMM_WORLD_RANK is `x`, but should be a number that the launcher sets");
-        insta::assert_snapshot!(error(&OPEN_MPI_4, &[("OMPI_COMM_WORLD_RANK", "5")]), @"launch: OMPI_COMM_WORLD_RANK = 5 must be below OMPI_COMM_WORLD_SIZE = 4");
-        insta::assert_snapshot!(error(&OPEN_MPI_4, &[("OMPI_COMM_WORLD_RANK", "2")]), @"launch: rank 2 is local rank 1 of 2, so the ranks of a node do not follow one another, or nodes have different numbers of them. Start as many ranks on every node, node after node: `--map-by slot` (Open MPI), `-ppn N` (MPICH, Intel MPI)");
-        insta::assert_snapshot!(error(&OPEN_MPI_4, &RANK_0), @"launch: rank 0 does not run on mpirun's host (192.0.2.2), which is the only one that ranks are told of. Name rank 0's host, HOST: `mpirun -x MASTER_ADDR=HOST`");
-        insta::assert_snapshot!(error(&OPEN_MPI_4, &[("OMPI_MCA_orte_hnp_uri", "")]), @"launch: MASTER_ADDR is not set, and the variables of this launcher (Open MPI) do not say where rank 0 of a job on several hosts is. Name its host, HOST: `mpirun -x MASTER_ADDR=HOST`");
-        insta::assert_snapshot!(error(&OPEN_MPI_5, &[("PMIX_HOSTNAME", "other")]), @"launch: rank 0 does not run on mpirun's host (rack-1-node0), which is the only one that ranks are told of. Name rank 0's host, HOST: `mpirun -x MASTER_ADDR=HOST`");
-        insta::assert_snapshot!(error(&OPEN_MPI_4, &[("WORLD_SIZE", "8")]), @"launch: WORLD_SIZE = 8 contradicts OMPI_COMM_WORLD_SIZE = 4 (environment `mpi`). Unset WORLD_SIZE, which the script or an outer launcher has set, or let trainer.environment name the environment to go by (`torchelastic` reads WORLD_SIZE)");
-        insta::assert_snapshot!(error(&OPEN_MPI_4, &[("MASTER_PORT", "0")]), @"launch: MASTER_PORT is `0`, but should be a free TCP port of rank 0's host, 1-65535");
-        insta::assert_snapshot!(error(&HYDRA, &[]), @"launch: the variables of this launcher (Hydra) do not tell jobs apart, so the port at which ranks meet must be given: `mpiexec -genv MASTER_PORT 29500`");
+        assert_says!(
+            error(&OPEN_MPI_4, &[("OMPI_COMM_WORLD_SIZE", "")]),
+            "launch: … OMPI_COMM_WORLD_SIZE … is not set … unset them all …"
+        );
+        assert_says!(
+            error(&OPEN_MPI_4, &[("OMPI_COMM_WORLD_LOCAL_RANK", "")]),
+            "launch: … OMPI_COMM_WORLD_LOCAL_RANK … is not set … unset them all …"
+        );
+        assert_says!(
+            error(&OPEN_MPI_4, &[("OMPI_COMM_WORLD_RANK", "x")]),
+            "launch: … OMPI_COMM_WORLD_RANK is `x`, but should be a number …"
+        );
+        assert_says!(
+            error(&OPEN_MPI_4, &[("OMPI_COMM_WORLD_RANK", "5")]),
+            "launch: OMPI_COMM_WORLD_RANK = 5 … below OMPI_COMM_WORLD_SIZE = 4"
+        );
+        assert_says!(
+            error(&OPEN_MPI_4, &[("OMPI_COMM_WORLD_RANK", "2")]),
+            "launch: rank 2 is local rank 1 of 2 … not follow … `--map-by slot` … `-ppn N` …"
+        );
+        assert_says!(error(&OPEN_MPI_4, &RANK_0), "launch: rank 0 … not run on … (192.0.2.2) …");
+        assert_says!(
+            error(&OPEN_MPI_4, &[("OMPI_MCA_orte_hnp_uri", "")]),
+            "launch: MASTER_ADDR is not set … (Open MPI) … `mpirun -x MASTER_ADDR=HOST`"
+        );
+        assert_says!(
+            error(&OPEN_MPI_5, &[("PMIX_HOSTNAME", "other")]),
+            "launch: rank 0 … not run on … (rack-1-node0) … `mpirun -x MASTER_ADDR=HOST`"
+        );
+        assert_says!(
+            error(&OPEN_MPI_4, &[("WORLD_SIZE", "8")]),
+            "launch: WORLD_SIZE = 8 contradicts OMPI_COMM_WORLD_SIZE = 4 (environment `mpi`) …"
+        );
+        assert_says!(error(&OPEN_MPI_4, &[("MASTER_PORT", "0")]), "launch: MASTER_PORT is `0` …");
+        assert_says!(error(&HYDRA, &[]), "launch: … (Hydra) … `mpiexec -genv MASTER_PORT 29500`");
         let two_hosts = [("MPI_LOCALRANKID", "0"), ("MPI_LOCALNRANKS", "1")];
-        insta::assert_snapshot!(error(&HYDRA, &two_hosts), @"launch: MASTER_ADDR is not set, and the variables of this launcher (Hydra) do not say where rank 0 of a job on several hosts is. Name its host, HOST: `mpiexec -genv MASTER_ADDR HOST`");
+        assert_says!(error(&HYDRA, &two_hosts), "launch: MASTER_ADDR is not set … (Hydra) …");
         let address = [&two_hosts[..], &[("MASTER_ADDR", "node0")]].concat();
-        insta::assert_snapshot!(error(&HYDRA, &address), @"launch: the variables of this launcher (Hydra) do not tell jobs apart, so the port at which ranks meet must be given: `mpiexec -genv MASTER_PORT 29500`");
-        insta::assert_snapshot!(error(&[("PMI_RANK", "1"), ("PMI_SIZE", "2")], &[]), @"launch: PMI_RANK = 1 is set, but not which of its host's ranks this is. `mpiexec.hydra` (MPICH, Intel MPI) says so in MPI_LOCALRANKID and MPI_LOCALNRANKS; under another launcher set PMI_LOCAL_RANK and PMI_LOCAL_SIZE for each rank");
-        insta::assert_snapshot!(error(&[("PMIX_RANK", "1"), ("PMIX_NAMESPACE", "a@1")], &[]), @"launch: PMIX_RANK = 1 is set, but not how many ranks there are, which PMIx tells to MPI programs alone. `mpirun` of Open MPI says so in OMPI_COMM_WORLD_SIZE, and so does `prterun --personality ompi`");
-        insta::assert_snapshot!(Mpi {}.build(&Variables::default()).unwrap_err(), @"launch: no launcher of MPI has started this process: none of OMPI_COMM_WORLD_RANK, MV2_COMM_WORLD_RANK, PMI_RANK and PMIX_RANK is set. Start the program with `mpirun` or `mpiexec`, or leave trainer.environment out");
+        assert_says!(error(&HYDRA, &address), "launch: … jobs … `mpiexec -genv MASTER_PORT 29500`");
+        assert_says!(
+            error(&[("PMI_RANK", "1"), ("PMI_SIZE", "2")], &[]),
+            "launch: PMI_RANK = 1 is set, but not which … MPI_LOCALRANKID … PMI_LOCAL_RANK …"
+        );
+        assert_says!(
+            error(&[("PMIX_RANK", "1"), ("PMIX_NAMESPACE", "a@1")], &[]),
+            "launch: PMIX_RANK = 1 is set, but not how many ranks … OMPI_COMM_WORLD_SIZE …"
+        );
+        assert_says!(
+            Mpi {}.build(&Variables::default()).unwrap_err(),
+            "launch: no launcher of MPI … `mpirun` or `mpiexec` … trainer.environment …"
+        );
     }
 
     #[test]
     fn settings_must_fit() {
         let two_by_two = build(&OPEN_MPI_4, &[]);
         two_by_two.validate_settings(2, 2).unwrap();
-        insta::assert_snapshot!(two_by_two.validate_settings(8, 1).unwrap_err(), @"launch: trainer.devices = 8 and trainer.num_nodes = 1 make 8 ranks, but OMPI_COMM_WORLD_SIZE = 4 were started (environment `mpi`). Set trainer.devices = 2 and trainer.num_nodes = 2, or start 8 processes");
-        insta::assert_snapshot!(two_by_two.validate_settings(1, 4).unwrap_err(), @"launch: `trainer.devices` = 1 and `trainer.num_nodes` = 4, but 2 of the 4 were started on this node (environment `mpi`). Start 1 on every node, or set both keys to what is started");
+        assert_says!(
+            two_by_two.validate_settings(8, 1).unwrap_err(),
+            "launch: trainer.devices = 8 … 8 ranks, but OMPI_COMM_WORLD_SIZE = 4 … start 8 …"
+        );
+        assert_says!(
+            two_by_two.validate_settings(1, 4).unwrap_err(),
+            "launch: `trainer.devices` = 1 … = 4, but 2 of the 4 were started … Start 1 …"
+        );
     }
 }

@@ -2,6 +2,7 @@
 
 use std::net::TcpListener;
 
+use fulgurite_test_message::assert_says;
 use rustix::process::{Signal, kill_process};
 
 use crate::run::{DEVICES, Ended, Run, TIMEOUT_MS, pid};
@@ -83,8 +84,8 @@ fn a_single_rank_opens_no_socket() {
 
 fn an_error_reaches_all_ranks() {
     let [zero, one] = wait(start("error"));
-    insta::assert_snapshot!(one.stderr, @"error: rank 1 failed: the disk is full");
-    insta::assert_snapshot!(zero.stderr, @"error: rank 0 stops, because rank 1 failed: the disk is full");
+    assert_says!(one.stderr, "error: rank 1 failed: the disk is full");
+    assert_says!(zero.stderr, "error: rank 0 stops, because rank 1 failed: the disk is full");
     assert_eq!((zero.code, one.code), (79, 1));
 }
 
@@ -101,7 +102,7 @@ fn a_killed_rank_reaches_all_ranks() {
     zero.ranks(1);
     kill_process(pid(&one.ranks(1)[0]), Signal::KILL).unwrap();
     let [zero, one] = wait([zero, one]);
-    insta::assert_snapshot!(zero.stderr, @"error: rank 0 stops, because rank 1 failed: the process ended without a word (killed?)");
+    assert_says!(zero.stderr, "error: rank 0 stops, because rank 1 failed … without a word …");
     assert_eq!((zero.code, one.code), (79, 137));
 }
 
@@ -110,7 +111,7 @@ fn a_killed_host_reaches_all_ranks() {
     one.ranks(1);
     kill_process(pid(&zero.ranks(1)[0]), Signal::KILL).unwrap();
     let [zero, one] = wait([zero, one]);
-    insta::assert_snapshot!(one.stderr, @"error: rank 1 stops, because rank 0 failed: the process ended without a word (killed?); it hosted the job's store");
+    assert_says!(one.stderr, "error: rank 1 stops, because rank 0 failed … without a word … store");
     assert_eq!((zero.code, one.code), (137, 79));
 }
 
@@ -161,7 +162,7 @@ fn a_taken_port_is_named() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();
     let ended = rank("identity", 0, &port, &[]).wait();
-    insta::assert_snapshot!(ended.stderr.replace(&port, "PORT"), @"error: launch: rank 0 cannot host the store on 127.0.0.1:PORT: the port is taken, perhaps by another job on this host. Choose a free MASTER_PORT");
+    assert_says!(ended.stderr.replace(&port, "PORT"), "error: launch: … 127.0.0.1:PORT … taken …");
     assert_eq!(ended.code, 1);
 }
 
@@ -169,10 +170,10 @@ fn ranks_that_do_not_come_are_named() {
     let port = free_port();
     let hurry = (TIMEOUT_MS, "200");
     let ended = rank("identity", 0, &port, &[("WORLD_SIZE", "3"), hurry]).wait();
-    insta::assert_snapshot!(ended.stderr, @"error: rank 0 failed: launch: after 200ms these of 3 ranks have not come: 1, 2. Check that they were started and what they say");
+    assert_says!(ended.stderr, "error: rank 0 failed: launch: after 200ms … of 3 … come: 1, 2 …");
     assert_eq!(ended.code, 1);
     let ended = rank("identity", 1, &port, &[hurry]).wait();
-    insta::assert_snapshot!(ended.stderr.replace(&port, "PORT"), @"error: launch: rank 1, store at localhost:PORT: no store answered within 200ms (Connection refused (os error 111)). Rank 0 hosts it: check that rank 0 runs, that MASTER_ADDR and MASTER_PORT name its host and a port that other hosts may reach");
+    assert_says!(ended.stderr.replace(&port, "PORT"), "error: launch: rank 1 … no store … 200ms …");
     assert_eq!(ended.code, 1);
 }
 
@@ -180,7 +181,7 @@ fn a_job_without_a_key_is_warned() {
     let port = free_port();
     let one = rank_without_key("identity", 1, &port, &[]);
     let [zero, one] = wait([rank_without_key("identity", 0, &port, &[]), one]);
-    insta::assert_snapshot!(zero.warnings.replace(&port, "PORT"), @"warning: nothing keeps strangers out of this job: whoever reaches 127.0.0.1:PORT and guesses the job's id can join it, read what its ranks tell each other, and end it. Set FULGURITE_JOB_KEY to a secret of at least 16 characters, or name a file with one as trainer.job_key_file. Take `openssl rand -hex 16`, and the same on all nodes");
+    assert_says!(zero.warnings.replace(&port, "PORT"), "warning … strangers … FULGURITE_JOB_KEY …");
     assert_eq!((zero.code, one.code, one.warnings.as_str()), (0, 0, ""));
 }
 
@@ -188,7 +189,7 @@ fn a_rank_with_another_key_is_refused() {
     let port = free_port();
     let zero = rank("identity", 0, &port, &[(TIMEOUT_MS, "20000")]);
     let stranger = rank("identity", 1, &port, &[(JOB_KEY, "another secret of some length")]).wait();
-    insta::assert_snapshot!(stranger.stderr.replace(&port, "PORT"), @"error: launch: rank 1, store at localhost:PORT: it is the store of another job, or has another key. If two jobs share the address and port, give one of them another MASTER_PORT; else all ranks must have the same FULGURITE_JOB_KEY (or trainer.job_key_file)");
+    assert_says!(stranger.stderr.replace(&port, "PORT"), "error: launch: rank 1 … another job …");
     assert_eq!(stranger.code, 1);
     // It did not take the place of the rank that arrives now.
     let [zero, one] = wait([zero, rank("identity", 1, &port, &[])]);
@@ -203,10 +204,16 @@ fn rank_0_listens_on_the_main_address() {
         assert_eq!(ended.code, 1);
         ended.stderr.replace(&port, "PORT")
     };
-    insta::assert_snapshot!(error("192.0.2.1", &[]), @"error: launch: rank 0 cannot host the store on 192.0.2.1:PORT: that is no address of this host. MASTER_ADDR must name the host that rank 0 runs on; if other hosts reach it under an address that is not its own, set FULGURITE_STORE_ADDRESS to one that is");
-    insta::assert_snapshot!(error("192.0.2.1", &[("FULGURITE_STORE_ADDRESS", "all")]), @"error: launch: the environment variable FULGURITE_STORE_ADDRESS is `all`, but should be the IP address that rank 0 listens on, such as 0.0.0.0");
+    assert_says!(error("192.0.2.1", &[]), "error: launch: rank 0 … 192.0.2.1:PORT … no address …");
+    assert_says!(
+        error("192.0.2.1", &[("FULGURITE_STORE_ADDRESS", "all")]),
+        "error: launch: … FULGURITE_STORE_ADDRESS is `all` … IP address … 0.0.0.0"
+    );
     // If the main address is not its own, rank 0 listens where it is told to.
-    insta::assert_snapshot!(error("192.0.2.1", &[("FULGURITE_STORE_ADDRESS", "127.0.0.1")]), @"error: rank 0 failed: launch: after 200ms these of 2 ranks have not come: 1. Check that they were started and what they say");
+    assert_says!(
+        error("192.0.2.1", &[("FULGURITE_STORE_ADDRESS", "127.0.0.1")]),
+        "error: rank 0 failed: launch: after 200ms … of 2 ranks have not come: 1. …"
+    );
     // A rank 0 that listens on one address is not found on another address of the same host.
     let zero = rank("identity", 0, &port, &[("MASTER_ADDR", "127.0.0.2")]);
     let elsewhere =
@@ -235,9 +242,9 @@ fn wrong_variables_are_named() {
         assert_eq!((ended.code, ended.stdout.len()), (1, 0));
         ended.stderr
     };
-    insta::assert_snapshot!(stderr(&[("RANK", "0")]), @"error: launch: the environment variable WORLD_SIZE (the number of ranks) is not set, but others of its family are. Set it, or unset them all to run without a launcher");
+    assert_says!(stderr(&[("RANK", "0")]), "error: launch: … variable WORLD_SIZE … is not set …");
     let all = [("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "a"), ("RANK", "zero")];
-    insta::assert_snapshot!(stderr(&all), @"error: launch: the environment variable RANK is `zero`, but should be this process's rank, a number");
+    assert_says!(stderr(&all), "error: launch: … variable RANK is `zero` … rank, a number");
     let four = [
         ("RANK", "0"),
         ("WORLD_SIZE", "4"),
@@ -246,8 +253,8 @@ fn wrong_variables_are_named() {
         ("MASTER_PORT", "29500"),
         (DEVICES, "2"),
     ];
-    insta::assert_snapshot!(stderr(&four), @"error: launch: trainer.devices = 2 and trainer.num_nodes = 1 make 2 ranks, but WORLD_SIZE = 4 were started (environment `torchelastic`). Set trainer.devices = 4 and trainer.num_nodes = 1, or start 2 processes");
-    insta::assert_snapshot!(stderr(&[(DEVICES, "0")]), @"error: launch: trainer.devices and trainer.num_nodes must be 1 or more");
+    assert_says!(stderr(&four), "error: launch: trainer.devices = 2 … 2 ranks … WORLD_SIZE = 4 …");
+    assert_says!(stderr(&[(DEVICES, "0")]), "error: launch: trainer.devices … must be 1 or more");
 }
 
 fn a_rank_of_a_dead_supervisor_ends() {
@@ -261,6 +268,6 @@ fn a_rank_of_a_dead_supervisor_ends() {
         ("GROUP_RANK", "0"),
     ];
     let ended = rank("identity", 0, &port, &variables).wait();
-    insta::assert_snapshot!(ended.stderr, @"error: launch: FULGURITE_SUPERVISOR says that process 999999999 supervises this one, but it is not its parent. If a rank started this program, unset FULGURITE_SUPERVISOR, RANK and WORLD_SIZE for it; else the supervisor was killed");
+    assert_says!(ended.stderr, "error: launch: FULGURITE_SUPERVISOR … 999999999 … its parent …");
     assert_eq!(ended.code, 1);
 }

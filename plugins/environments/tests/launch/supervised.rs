@@ -1,5 +1,6 @@
 //! Ranks that the program starts itself.
 
+use fulgurite_test_message::assert_says;
 use rustix::process::{Signal, kill_process};
 
 use crate::run::{DEVICES, Ended, Run, gone, pid};
@@ -37,7 +38,7 @@ fn run(part: &str, devices: &str) -> Run {
 // checklist: Lightning: launcher: own processes, or started externally
 fn one_rank_is_this_process() {
     let ended = run("error_everywhere", "1").wait();
-    insta::assert_snapshot!(ended.stderr, @"error: no such file: corpus.txt");
+    assert_says!(ended.stderr, "error: no such file: corpus.txt");
     assert_eq!((ended.code, ended.stdout.len()), (1, 1));
     let rank: serde_json::Value = serde_json::from_str(&ended.stdout[0]).unwrap();
     assert_eq!((&rank["rank"], &rank["world_size"]), (&0.into(), &1.into()));
@@ -90,20 +91,20 @@ fn ranks_know_who_they_are() {
 
 fn more_ranks_than_cores_are_warned_of() {
     let ended = run("crowded", "2").wait();
-    insta::assert_snapshot!(ended.warnings, @"warning: 2 ranks share 1 core of this host, so they will wait for each other");
+    assert_says!(ended.warnings, "warning: 2 ranks share 1 core … wait for each other");
     assert_eq!(ended.code, 0);
 }
 
 fn an_error_is_printed_once() {
     let ended = run("error", "2").wait();
-    insta::assert_snapshot!(ended.stderr, @"error: rank 1 failed: the disk is full");
+    assert_says!(ended.stderr, "error: rank 1 failed: the disk is full");
     assert_eq!(ended.code, 1);
 }
 
 fn the_same_error_everywhere() {
     let ended = run("error_everywhere", "2").wait();
     let any = ended.stderr.replace("rank 0", "rank R").replace("rank 1", "rank R");
-    insta::assert_snapshot!(any, @"error: rank R failed: no such file: corpus.txt");
+    assert_says!(any, "error: rank R failed: no such file: corpus.txt");
     assert_eq!(ended.code, 1);
 }
 
@@ -117,28 +118,28 @@ fn without_place(stderr: &str) -> String {
 
 fn a_panic_is_an_error() {
     let ended = run("panic", "2").wait();
-    insta::assert_snapshot!(without_place(&ended.stderr), @"error: rank 1 failed: panicked at PLACE: index 7 is out of range");
+    assert_says!(without_place(&ended.stderr), "error: rank 1 failed: panicked … index 7 …");
     assert_eq!(ended.code, 101);
 }
 
 fn a_panic_of_a_thread_is_an_error() {
     let ended = run("panic_in_thread", "2").wait();
-    insta::assert_snapshot!(without_place(&ended.stderr), @"error: rank 1 failed: thread `loader` panicked at PLACE: bad record");
+    assert_says!(without_place(&ended.stderr), "error: rank 1 failed: … `loader` … bad record");
     assert_eq!(ended.code, 101);
 }
 
 fn an_exit_code_is_passed_on() {
     let ended = run("exit", "2").wait();
-    insta::assert_snapshot!(ended.stderr, @"error: rank 1 ended with exit code 7");
+    assert_says!(ended.stderr, "error: rank 1 ended with exit code 7");
     assert_eq!(ended.code, 7);
 }
 
 fn symptoms_are_not_printed() {
     let ended = run("symptom", "2").wait();
-    insta::assert_snapshot!(ended.stderr, @"error: rank 1 failed: the cause");
+    assert_says!(ended.stderr, "error: rank 1 failed: the cause");
     assert_eq!(ended.code, 1);
     let ended = run("collective", "2").wait();
-    insta::assert_snapshot!(ended.stderr, @"error: rank 1 failed: the cause");
+    assert_says!(ended.stderr, "error: rank 1 failed: the cause");
     assert_eq!(ended.code, 1);
 }
 
@@ -154,7 +155,7 @@ fn ended_by(signal: Signal, part: &str, size: usize) -> Ended {
 
 fn a_killed_rank_ends_the_others() {
     let ended = ended_by(Signal::KILL, "wait", 2);
-    insta::assert_snapshot!(ended.stderr, @"error: rank 1 was killed by signal 9 (SIGKILL)");
+    assert_says!(ended.stderr, "error: rank 1 was killed by signal 9 (SIGKILL)");
     assert_eq!(ended.code, 137);
 }
 
@@ -172,7 +173,7 @@ fn ranks_that_do_not_stop_are_killed() {
     let run = run("stuck", "2");
     let ranks = run.ranks(2);
     let ended = run.wait();
-    insta::assert_snapshot!(ended.stderr, @"error: rank 1 failed: the link is down");
+    assert_says!(ended.stderr, "error: rank 1 failed: the link is down");
     assert_eq!(ended.code, 1);
     ranks.iter().for_each(gone);
 }
@@ -187,9 +188,7 @@ fn ctrl_c_lets_ranks_finish() {
         let mut ended = run.wait();
         ended.stdout.sort();
         assert_eq!(ended.stdout, ["rank 0 finished its step", "rank 1 finished its step"]);
-        insta::allow_duplicates! {
-            insta::assert_snapshot!(ended.stderr, @"interrupted: the ranks finish their step; interrupt again to end them at once");
-        }
+        assert_says!(ended.stderr, "interrupted: … finish their step … interrupt again …");
         assert_eq!(ended.code, code);
     }
 }
@@ -201,7 +200,7 @@ fn a_hang_up_counts_once() {
     run.until_stderr_has("interrupt again");
     run.signal(Signal::HUP);
     let Ended { code, stderr, stdout, .. } = run.wait();
-    insta::assert_snapshot!(stderr, @"interrupted: the ranks finish their step; interrupt again to end them at once");
+    assert_says!(stderr, "interrupted: the ranks finish their step; interrupt again …");
     assert_eq!((code, stdout.len()), (129, 2));
 }
 
@@ -209,7 +208,7 @@ fn what_ranks_leave_is_ended() {
     let run = run("leaves", "2");
     let left = run.ranks(2);
     let Ended { code, stderr, .. } = run.wait();
-    insta::assert_snapshot!(stderr, @"ended with the job: 2 orphans that ranks had left running");
+    assert_says!(stderr, "ended with the job: 2 orphans that ranks had left running");
     assert_eq!(code, 0);
     left.iter().for_each(gone);
 }
@@ -235,9 +234,7 @@ fn a_signal_before_all_have_joined() {
         let ranks = run.ranks(2);
         run.signal(signal);
         let ended = run.wait();
-        insta::allow_duplicates! {
-            insta::assert_snapshot!(ended.stderr, @"interrupted while the ranks start: they end; interrupt again to end them at once");
-        }
+        assert_says!(ended.stderr, "interrupted while the ranks start … interrupt again …");
         assert_eq!(ended.code, code);
         ranks.iter().for_each(gone);
     }
@@ -248,9 +245,7 @@ fn a_signal_before_all_have_joined() {
         kill_process(pid(&ranks[rank]), Signal::TERM).unwrap();
         let ended = run.wait();
         let stderr = ended.stderr.replace(&format!("rank {rank}"), "rank R");
-        insta::allow_duplicates! {
-            insta::assert_snapshot!(stderr, @"interrupted: rank R: it was asked to end before training had begun, by signal 15 (SIGTERM)");
-        }
+        assert_says!(stderr, "interrupted: rank R … before training … signal 15 (SIGTERM)");
         assert_eq!(ended.code, 143);
         ranks.iter().for_each(gone);
     }
@@ -258,7 +253,7 @@ fn a_signal_before_all_have_joined() {
 
 fn a_signal_while_the_job_starts_ends_it() {
     let ended = ended_by(Signal::USR1, "starts", 3);
-    insta::assert_snapshot!(ended.stderr, @"interrupted: rank 1: it was asked to end before training had begun, by signal 10 (SIGUSR1)");
+    assert_says!(ended.stderr, "interrupted: rank 1 … before training … signal 10 (SIGUSR1)");
     assert_eq!(ended.code, 138);
 }
 
@@ -274,10 +269,10 @@ fn the_exit_code_is_what_was_agreed_on() {
 
 fn the_cause_is_waited_for() {
     let ended = run("hears_first", "2").wait();
-    insta::assert_snapshot!(ended.stderr, @"error: rank 1 failed: the cause");
+    assert_says!(ended.stderr, "error: rank 1 failed: the cause");
     assert_eq!(ended.code, 1);
     let ended = run("hears_nothing", "2").wait();
-    insta::assert_snapshot!(ended.stderr, @"error: rank 1 failed: it left the process group");
+    assert_says!(ended.stderr, "error: rank 1 failed: it left the process group");
     assert_eq!(ended.code, 1);
 }
 
@@ -297,5 +292,8 @@ fn a_program_may_launch_twice() {
     assert_eq!((&ranks[0]["pid"], &ranks[2]["pid"]), (&ranks[1]["pid"], &ranks[3]["pid"]));
     assert!(ranks.iter().all(|rank| rank["world_size"] == 2));
     let stderr = run.wait().stderr;
-    insta::assert_snapshot!(stderr.replace("rank 0", "rank R").replace("rank 1", "rank R"), @"error: rank R failed: launch: this process belongs to a job of 2 ranks and cannot be launched again as one of 9: all launches of a program must ask for the same number");
+    assert_says!(
+        stderr.replace("rank 0", "rank R").replace("rank 1", "rank R"),
+        "error: rank R failed: launch: … job of 2 ranks … launched again as one of 9 …"
+    );
 }

@@ -4,6 +4,8 @@ use std::net::TcpListener;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
+use fulgurite_test_message::assert_says;
+
 use super::*;
 use crate::test_server::{self, Answer, QUICK, Request};
 
@@ -127,7 +129,7 @@ fn on_error_decides_if_a_dead_server_ends_a_run() {
             OnError::Warn => end.unwrap(),
             OnError::Error => {
                 let error = end.unwrap_err().to_string().replace(&uri, "SERVER");
-                insta::assert_snapshot!(error, @r#"MLflow at SERVER: runs/log-batch: status 500: "disk""#);
+                assert_says!(error, r#"MLflow at SERVER: runs/log-batch: status 500: "disk""#);
             }
         }
     }
@@ -147,11 +149,14 @@ fn failure_of(status: u16, said: Json) -> String {
 #[test]
 fn only_an_api_answer_counts_as_delivered() {
     let page = json!("<html>please log in</html>");
-    insta::assert_snapshot!(failure_of(200, page.clone()), @r#"MLflow at SERVER: runs/log-batch: status 200: this is not an answer of MLflow's interface: "\"<html>please log in</html>\"""#);
-    insta::assert_snapshot!(failure_of(201, json!({})), @r#"MLflow at SERVER: runs/log-batch: status 201: "{}""#);
-    insta::assert_snapshot!(failure_of(302, page), @r#"MLflow at SERVER: runs/log-batch: status 302: it leads to "http://localhost/login"; `tracking_uri` must name the server itself"#);
+    assert_says!(
+        failure_of(200, page.clone()),
+        "MLflow at SERVER: runs/log-batch … 200 … not an answer of MLflow's …"
+    );
+    assert_says!(failure_of(201, json!({})), r#"MLflow at SERVER: runs/log-batch … 201: "{}""#);
+    assert_says!(failure_of(302, page), r#"MLflow at SERVER: … 302 … "http://localhost/login" …"#);
     let forged = json!({ "message": "oops\nerror: rank 2 failed: \u{1b}[2K" });
-    insta::assert_snapshot!(failure_of(400, forged), @r#"MLflow at SERVER: runs/log-batch: status 400: "oops\nerror: rank 2 failed: \u{1b}[2K""#);
+    assert_says!(failure_of(400, forged), r#"MLflow at SERVER: … 400: "oops\nerror: … \u{1b}[2K""#);
 }
 
 #[test]
@@ -229,7 +234,7 @@ fn the_end_gives_up_on_a_hung_server() {
     let mut logger = MlflowLogger::start(&config, Path::new("run"), patience).unwrap();
     logger.log_metrics(&metrics(&[("x", 1.0)]), 1).unwrap();
     let error = logger.finalize(RunStatus::Success).unwrap_err();
-    insta::assert_snapshot!(error, @"MLflow has not taken everything within 0.05 s of the end");
+    assert_says!(error, "MLflow has not taken everything within 0.05 s of the end");
 }
 
 #[test]
@@ -255,16 +260,16 @@ fn a_continued_run_keeps_its_parameters() {
 #[test]
 fn a_wrong_address_is_found_at_the_start() {
     let error = |uri: &str| start(uri, OnError::Warn).err().unwrap().to_string();
-    insta::assert_snapshot!(error("localhost:5000"), @r#"`trainer.loggers`: mlflow's `tracking_uri` "localhost:5000": expected the address of a server, such as http://127.0.0.1:5000"#);
+    assert_says!(error("localhost:5000"), "`trainer.loggers` … `tracking_uri` … the address …");
     // A port without a listener.
     let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let refused = error(&format!("http://{closed}")).replace(&closed.to_string(), "ADDRESS");
     assert!(refused.starts_with("MLflow at http://ADDRESS: "), "{refused}");
     let (uri, _requests) = serve(Box::new(|_, _| (200, json!("a web page"))));
     let page = error(&uri).replace(&uri, "SERVER");
-    insta::assert_snapshot!(page, @r#"MLflow at SERVER: experiments/get-by-name: status 200: this is not an answer of MLflow's interface: "\"a web page\"""#);
+    assert_says!(page, r#"MLflow at SERVER … status 200 … not an answer … "\"a web page\"""#);
     let (uri, _requests) = serve(Box::new(|_, _| (200, json!({}))));
-    insta::assert_snapshot!(error(&uri), @"MLflow: an answer without `experiment_id`: is this the address of an MLflow server?");
+    assert_says!(error(&uri), "MLflow: an answer without `experiment_id` … an MLflow server?");
 }
 
 #[test]

@@ -5,6 +5,7 @@ use std::time::Duration;
 use fulgurite_core::collective::{GroupContext, ProcessGroupConfig, ReduceOp};
 use fulgurite_core::{Error, Result};
 use fulgurite_mpi::{Mpi, MpiNetwork};
+use fulgurite_test_message::assert_says;
 
 use crate::job::{By, Ended, Job};
 
@@ -63,7 +64,7 @@ fn clean_end_waits_for_all_ranks() {
 fn groups_are_rebuilt_only_with_equal_options() {
     Job::start(2, "again", 30, By::Mpirun).expect_ok();
     let ended = Job::start(2, "otherwise", 30, By::Mpirun).end();
-    insta::assert_snapshot!(error_of_rank_0(&ended), @"trainer.process_group.piece_bytes is 1, but was 67108864 when this process started MPI; it must stay the same");
+    assert_says!(error_of_rank_0(&ended), "trainer.process_group.piece_bytes is 1 … stay the same");
 }
 
 #[test]
@@ -81,7 +82,7 @@ fn rank_error_precedes_launcher_output() {
 #[test]
 fn missing_launcher_is_reported() {
     let ended = Job::start(2, "start", 10, By::Hand).end();
-    insta::assert_snapshot!(error_of_rank_0(&ended), @r#"launch: process group `mpi`: 2 of 2 ranks (the first is rank 0) were not started by a launcher of MPI, as no variable of one is set (OMPI_COMM_WORLD_RANK, PMIX_RANK, PMI_RANK). Start the program with `mpirun -n 2 PROGRAM`, or in SLURM with `srun --mpi=pmix` (`srun --mpi=list` says which there are); or use trainer.process_group.type = "shm" on one host, "tcp" on several"#);
+    assert_says!(error_of_rank_0(&ended), "launch: process group `mpi`: 2 of 2 … not started …");
 }
 
 #[test]
@@ -101,11 +102,11 @@ fn launcher_of_other_family_is_reported() {
 #[test]
 fn differing_options_fail_on_all_ranks() {
     let ended = Job::start(2, "unequal", 10, By::Mpirun).end();
-    insta::assert_snapshot!(error_of_rank_0(&ended), @"launch: process group `mpi`: piece_bytes is 1000 on rank 0 and 1001 on rank 1; it must be the same on all");
+    assert_says!(error_of_rank_0(&ended), "launch: process group `mpi`: piece_bytes … same on all");
 }
 
 #[test]
 fn absent_rank_is_named() {
     let ended = Job::start(2, "absent", 1, By::Mpirun).end();
-    insta::assert_snapshot!(error_of_rank_0(&ended), @"launch: rank 1 did not come to start MPI within 1 s: the ranks may have gone different ways, or it is stuck");
+    assert_says!(error_of_rank_0(&ended), "launch: rank 1 did not come to start MPI within 1 s …");
 }

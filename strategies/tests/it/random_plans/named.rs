@@ -10,6 +10,7 @@ use fulgurite_core::parallel::{
 };
 use fulgurite_core::plan;
 use fulgurite_core::strategy::materialize;
+use fulgurite_test_message::assert_says;
 use fulgurite_transports::run_ranks;
 
 use super::cases::Case;
@@ -95,13 +96,16 @@ fn partial_gradients_are_summed() {
         .fold(part, |plan, norm| plan.with(norm, SequenceParallel::default()))
         .with("layers.*.mlp.up", Colwise { output: Layout::LAST, ..from_part() })
         .with("layers.*.mlp.down", to_part());
-    insta::assert_snapshot!(refused(mlp.clone(), mlp_plan.clone()), @r#"parameter `layers.0.scale`: is used on shard(1) from `layers.0.mlp.down` (rowwise), so that each rank's gradient of it is a partial sum, which the plan does not know; give `layers.0` the style replicated_with_grad_allreduce"#);
+    assert_says!(refused(mlp.clone(), mlp_plan.clone()), "parameter `layers.0.scale` … partial …");
     right(mlp, mlp_plan.with("layers.*", PARTIAL));
 }
 
 #[test]
 fn a_part_of_the_logits_is_no_loss() {
-    insta::assert_snapshot!(refused(shape(), plan! { "lm_head" => Colwise::default() }), @r#"the loss takes whole logits and gets shard(-1) from `lm_head` (colwise); give the layer `output = "replicate"`, with `loss_parallel = true` if the loss is to work on parts of the classes"#);
+    assert_says!(
+        refused(shape(), plan! { "lm_head" => Colwise::default() }),
+        "the loss takes whole … shard(-1) from `lm_head` … `loss_parallel = true` …"
+    );
     let shifted = Shape { shifted: true, ..shape() };
     refused(shifted, plan! { "lm_head" => Colwise::default() });
     // Loss and head fused.
@@ -122,7 +126,10 @@ fn dropout_on_an_unplanned_part_is_refused() {
 #[test]
 fn an_output_is_what_the_layer_computes() {
     let output = PrepareModuleOutput { output: Layout::SEQUENCE, desired: Layout::Replicate };
-    insta::assert_snapshot!(refused(shape(), plan! { "lm_head" => output }), @r#"module `lm_head`: takes a part of the sequence (shard(1)), and no layer of the plan cuts the sequence; cut it before this layer, as `output = "shard(1)"` on the embedding does, or let this layer take replicate"#);
+    assert_says!(
+        refused(shape(), plan! { "lm_head" => output }),
+        r#"module `lm_head`: takes a part … (shard(1)) … no layer … `output = "shard(1)"` …"#
+    );
 }
 
 #[test]
@@ -161,7 +168,7 @@ fn behind_frozen_layers() {
     let Outcome::Refused(message) = frozen(positions, plan! { "position_table" => PARTIAL }) else {
         panic!("the plan is taken")
     };
-    insta::assert_snapshot!(message, @r#"parameter `position_table`: has a gradient that the plan sums over the ranks (replicated_with_grad_allreduce), and is used on a tensor that the plan has not cut (data, or an output of frozen layers), where every rank has the whole gradient: it would count once a rank; leave `position_table` out of the plan"#);
+    assert_says!(message, "parameter `position_table` … the plan sums … not cut … once a rank …");
 }
 
 #[test]
@@ -178,7 +185,7 @@ fn combined_tensors_have_one_layout() {
         let x = Tensor::ones((1, 2, 4), DType::F32, &Device::Cpu)?;
         last.forward(&(cut.forward(&x)? + whole.forward(&x)?)?)
     });
-    insta::assert_snapshot!(error.unwrap_err(), @r#"module `last`: what `last` gets is put together from shard(-1) from `cut` (colwise) and replicate from `whole` (not in the plan); the ranks must hold all of it in one way: change the plan so that both have one layout"#);
+    assert_says!(error.unwrap_err(), "module `last` … shard(-1) from `cut` … `whole` … one way …");
 }
 
 #[test]

@@ -9,6 +9,7 @@ use std::sync::OnceLock;
 use fulgurite_kernels::Float;
 use fulgurite_kernels::cudnn::{Device, ExecutionPlan, Fault, Graph, Library, backward, forward};
 use fulgurite_kernels::plans::Attention;
+use fulgurite_test_message::assert_says;
 
 const H100: &str = include_str!("h100.json");
 
@@ -127,20 +128,14 @@ fn ampere_has_forward_of_256_alone() {
     for width in [64, 128] {
         plan(&backward(&of(width))).unwrap();
     }
-    insta::assert_snapshot!(
-        plan(&backward(&of(256))).unwrap_err(),
-        @"asking for kernels: there are none for this graph on this device (Embedding dim per head for q and k is not less than equal to 128 at: d_qk > 128)"
-    );
+    assert_says!(plan(&backward(&of(256))).unwrap_err(), "asking for kernels … none … d_qk > 128)");
 }
 
 #[test]
 #[ignore = "needs cuDNN: .ci/cudnn"]
 fn refusals_say_what_cudnn_says() {
     let narrow = forward(&Attention { width: 60, ..of(Float::Bf16, 64) });
-    insta::assert_snapshot!(
-        plan(&narrow).unwrap_err(),
-        @"asking for kernels: there are none for this graph on this device (Embedding dim per head for q and k is not a multiple of 8 at: d_qk % 8 != 0)"
-    );
+    assert_says!(plan(&narrow).unwrap_err(), "asking for kernels: there are none … d_qk % 8 != 0)");
     let fault = ExecutionPlan::new(library(), &narrow, Device::Described("{}")).unwrap_err();
     insta::assert_snapshot!(
         fault,

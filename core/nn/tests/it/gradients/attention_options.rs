@@ -7,6 +7,7 @@ use fulgurite_core::nn::{
     AttentionConfig, CausalSelfAttention, Documents, QkNorm, QkNormScope, Rope, RopeConfig,
     RopeScaling, force_portable,
 };
+use fulgurite_test_message::assert_says;
 use proptest::prelude::*;
 
 use super::harness::{Params, analytic, assert_same, builder, check, randn};
@@ -292,10 +293,16 @@ fn masks_are_checked() {
     let mask = |rows: &[[i64; 4]]| {
         Tensor::new(rows.concat(), &Device::Cpu).unwrap().reshape(((), 4)).unwrap()
     };
-    insta::assert_snapshot!(new(&mask(&[[1, 1, 0, 0], [1, 0, 0, 1]])), @"the attention mask of sequence 1 has padding between its tokens; padding must be before or after them (for several documents in a sequence use `Documents::of_lengths`)");
-    insta::assert_snapshot!(new(&mask(&[[1, 2, 0, 0]])), @"an attention mask has 1 for tokens and 0 for padding, got 2 in sequence 0");
-    insta::assert_snapshot!(new(&mask(&[[1, 1, 0, 0]]).to_dtype(DType::F32).unwrap()), @"an attention mask is u8, u32 or i64, got F32");
-    insta::assert_snapshot!(new(&mask(&[[1, 1, 0, 0]]).flatten_all().unwrap()), @"an attention mask is [batch, time], got [4]");
+    assert_says!(new(&mask(&[[1, 1, 0, 0], [1, 0, 0, 1]])), "… sequence 1 has padding between …");
+    assert_says!(new(&mask(&[[1, 2, 0, 0]])), "an attention mask … padding, got 2 in sequence 0");
+    assert_says!(
+        new(&mask(&[[1, 1, 0, 0]]).to_dtype(DType::F32).unwrap()),
+        "an attention mask is u8, u32 or i64, got F32"
+    );
+    assert_says!(
+        new(&mask(&[[1, 1, 0, 0]]).flatten_all().unwrap()),
+        "an attention mask is [batch, time], got [4]"
+    );
     for dtype in [DType::U8, DType::U32, DType::I64] {
         let mask = mask(&[[0, 0, 1, 0], [0, 0, 0, 0]]).to_dtype(dtype).unwrap();
         let positions = Documents::of_mask(&mask).unwrap().positions(&Device::Cpu).unwrap();
@@ -309,8 +316,17 @@ fn unusable_options_are_refused() {
     let new = |config: AttentionConfig| {
         CausalSelfAttention::new(&b.pp("attn"), &config).map(drop).unwrap_err()
     };
-    insta::assert_snapshot!(new(AttentionConfig { softcap: Some(0.0), ..base() }), @"module `attn`: softcap must be a positive number, got 0.0");
-    insta::assert_snapshot!(new(AttentionConfig { scale: Some(f64::NAN), ..base() }), @"module `attn`: scale must be a positive number, got NaN");
+    assert_says!(
+        new(AttentionConfig { softcap: Some(0.0), ..base() }),
+        "module `attn`: softcap … positive number, got 0.0"
+    );
+    assert_says!(
+        new(AttentionConfig { scale: Some(f64::NAN), ..base() }),
+        "module `attn`: scale … positive number, got NaN"
+    );
     let qk_norm = Some(QkNorm { eps: -1.0, scope: QkNormScope::Head, unit_offset: false });
-    insta::assert_snapshot!(new(AttentionConfig { qk_norm, ..base() }), @"module `attn.q_norm`: the norm's epsilon must be a number of 0 or more that f32 can hold, such as 1e-5; got -1.0");
+    assert_says!(
+        new(AttentionConfig { qk_norm, ..base() }),
+        "module `attn.q_norm` … epsilon … -1.0"
+    );
 }

@@ -3,6 +3,7 @@ use candle_nn::ModuleT as _;
 use fulgurite_core::Result;
 use fulgurite_core::module::{ForwardScope, Module as _, ModuleBuilder, ModuleInit};
 use fulgurite_core::nn::{BatchNorm, BatchNormConfig, Dropout};
+use fulgurite_test_message::assert_says;
 
 use super::harness::{Params, assert_close, builder, check, flat, randn};
 
@@ -164,14 +165,17 @@ fn mistakes_are_named() {
     let norm = BatchNorm::new(&b.pp("norm"), 2).unwrap();
     let error = |result: Result<Tensor>| result.unwrap_err().to_string();
     let x = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
-    insta::assert_snapshot!(error(training(|| norm.forward(&x(&[3, 2])))), @"module `norm`: buffer `norm.num_batches_tracked`: has no values: it is used before the model was set up");
+    assert_says!(error(training(|| norm.forward(&x(&[3, 2])))), "module `norm` … has no values …");
     let _params = Params::new(&b);
-    insta::assert_snapshot!(error(norm.forward(&x(&[3, 3, 2]))), @"module `norm`: expected an input of shape [batch, 2, ..], got [3, 3, 2]");
-    insta::assert_snapshot!(error(training(|| norm.forward(&x(&[1, 2])))), @"module `norm`: expected more than one value for each channel in training, got an input of shape [1, 2]: one has no variance");
+    assert_says!(error(norm.forward(&x(&[3, 3, 2]))), "module `norm` … [batch, 2, ..] … [3, 3, 2]");
+    assert_says!(
+        error(training(|| norm.forward(&x(&[1, 2])))),
+        "module `norm` … [1, 2] … variance"
+    );
     let b = builder(DType::F32);
     let with = |config| BatchNorm::with(&b.pp("no"), 2, config).unwrap_err().to_string();
     let config = BatchNormConfig { momentum: Some(1.5), ..BatchNormConfig::default() };
-    insta::assert_snapshot!(with(config), @"module `no`: the momentum, the weight of a batch in the running statistics, must be between 0 and 1; got 1.5");
+    assert_says!(with(config), "module `no`: the momentum … between 0 and 1; got 1.5");
     let config = BatchNormConfig { eps: -1.0, ..BatchNormConfig::default() };
-    insta::assert_snapshot!(with(config), @"module `no`: the norm's epsilon must be a number of 0 or more that f32 can hold, such as 1e-5; got -1.0");
+    assert_says!(with(config), "module `no`: the norm's epsilon … 0 or more … got -1.0");
 }

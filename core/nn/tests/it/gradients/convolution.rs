@@ -1,6 +1,7 @@
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::module::Module as _;
 use fulgurite_core::nn::{Conv1d, Conv1dConfig, Conv2d, Conv2dConfig, GroupNorm};
+use fulgurite_test_message::assert_says;
 
 use super::harness::{Params, analytic, assert_close, builder, check, flat, randn};
 
@@ -124,13 +125,19 @@ fn wrong_shapes_and_inputs_are_explained() {
         let config = Conv2dConfig { groups, ..config };
         Conv2d::new(&b.pp("no"), 3, 4, [3, 3], config).unwrap_err()
     };
-    insta::assert_snapshot!(error(3), @"module `no`: 3 groups do not divide 3 input and 4 output channels");
-    insta::assert_snapshot!(Conv2d::new(&b.pp("no"), 3, 4, [3, 0], config).unwrap_err(), @"module `no`: kernel [3, 0], stride [1, 1] and dilation [1, 1] must all be at least 1");
-    insta::assert_snapshot!(GroupNorm::new(&b.pp("no"), 3, 4, 1e-5).unwrap_err(), @"module `no`: 3 groups do not divide 4 channels");
+    assert_says!(error(3), "module `no`: 3 groups do not divide 3 input and 4 output …");
+    assert_says!(
+        Conv2d::new(&b.pp("no"), 3, 4, [3, 0], config).unwrap_err(),
+        "module `no`: kernel [3, 0], stride [1, 1] and dilation [1, 1] … at least 1"
+    );
+    assert_says!(
+        GroupNorm::new(&b.pp("no"), 3, 4, 1e-5).unwrap_err(),
+        "module `no`: 3 groups do not divide 4 channels"
+    );
     let _params = Params::new(&b);
     let x = |dims: &[usize]| Tensor::zeros(dims, DType::F64, &Device::Cpu).unwrap();
-    insta::assert_snapshot!(conv.forward(&x(&[2, 32, 32, 3])).unwrap_err(), @"module `conv`: expected an input of shape [batch, 3, height, width], got [2, 32, 32, 3]");
-    insta::assert_snapshot!(conv.forward(&x(&[2, 3, 32, 2])).unwrap_err(), @"module `conv`: a window of 3 elements (kernel 3, dilation 1) is larger than the input, 2 with its padding of 0 on both sides; got a tensor of shape [2, 3, 32, 2]");
-    insta::assert_snapshot!(line.forward(&x(&[2, 5, 3])).unwrap_err(), @"module `line`: expected an input of shape [batch, 3, time], got [2, 5, 3]");
-    insta::assert_snapshot!(norm.forward(&x(&[2, 5, 4])).unwrap_err(), @"module `norm`: expected an input of shape [batch, 4, ..], got [2, 5, 4]");
+    assert_says!(conv.forward(&x(&[2, 32, 32, 3])).unwrap_err(), "module `conv` … [2, 32, 32, 3]");
+    assert_says!(conv.forward(&x(&[2, 3, 32, 2])).unwrap_err(), "module `conv`: a window of 3 …");
+    assert_says!(line.forward(&x(&[2, 5, 3])).unwrap_err(), "module `line` … [batch, 3, time] …");
+    assert_says!(norm.forward(&x(&[2, 5, 4])).unwrap_err(), "module `norm` … [batch, 4, ..] …");
 }

@@ -11,6 +11,7 @@ use fulgurite_core::nn::{
     functional, load_balancing_loss,
 };
 use fulgurite_core::quantization::WeightFormat;
+use fulgurite_test_message::assert_says;
 use proptest::prelude::*;
 
 use super::harness::{Params, analytic, assert_close, builder, check, flat, randn};
@@ -307,10 +308,13 @@ fn unusable_sizes_are_refused() {
         let config = MixtureOfExpertsConfig::new(sizes, experts, per_row);
         MixtureOfExperts::new(&builder(DType::F32).pp("mlp"), &config).unwrap_err()
     };
-    insta::assert_snapshot!(error([0, 4], 4, 2), @"module `mlp`: hidden must be at least 1, got 0");
-    insta::assert_snapshot!(error([4, 4], 2, 3), @"module `mlp`: a row cannot use 3 of 2 experts; choose at most as many as there are");
+    assert_says!(error([0, 4], 4, 2), "module `mlp`: hidden must be at least 1, got 0");
+    assert_says!(error([4, 4], 2, 3), "module `mlp`: a row cannot use 3 of 2 experts …");
     let (layer, _params) = layer(&MixtureOfExpertsConfig::new([6, 4], 4, 2), DType::F64);
-    insta::assert_snapshot!(layer.forward(&randn("x", &[2, 5])).unwrap_err(), @"module `mlp.gate`: expected a last dimension of 6, got [2, 5]");
+    assert_says!(
+        layer.forward(&randn("x", &[2, 5])).unwrap_err(),
+        "module `mlp.gate` … last dimension of 6, got [2, 5]"
+    );
     let init = ModuleInit {
         frozen: vec!["mlp".to_owned()],
         quantization: Some(Quantization::new(WeightFormat::Nf4 { block_size: 8 })),
@@ -325,15 +329,15 @@ fn unusable_sizes_are_refused() {
         let groups = Some(ExpertGroups { count, per_row });
         with_router(RouterConfig { groups, ..RouterConfig::default() })
     };
-    insta::assert_snapshot!(groups(3, 1), @"module `mlp`: 8 experts cannot be divided into 3 groups; the number of groups must divide that of experts");
-    insta::assert_snapshot!(groups(8, 4), @"module `mlp`: groups of one expert have no two best scores; use at most 4 groups for 8 experts");
-    insta::assert_snapshot!(groups(4, 5), @"module `mlp`: a row cannot use 5 of 4 groups; expected 1 to 4");
-    insta::assert_snapshot!(groups(4, 1), @"module `mlp`: a row cannot use 3 of the 2 experts in its groups (1 of 2 experts each)");
+    assert_says!(groups(3, 1), "module `mlp`: 8 experts cannot be divided into 3 groups …");
+    assert_says!(groups(8, 4), "module `mlp` … no two best scores; use at most 4 groups for 8 …");
+    assert_says!(groups(4, 5), "module `mlp` … cannot use 5 of 4 groups … 1 to 4");
+    assert_says!(groups(4, 1), "module `mlp` … use 3 of the 2 experts … (1 of 2 experts each)");
     let correction = Some(CorrectionBias { update_rate: -1.0 });
     let error = with_router(RouterConfig { correction, ..RouterConfig::default() });
-    insta::assert_snapshot!(error, @"module `mlp`: the update rate of the correction bias must be at least 0, got -1.0");
+    assert_says!(error, "module `mlp` … correction bias must be at least 0, got -1.0");
     let error = with_router(RouterConfig { scale: 0.0, ..RouterConfig::default() });
-    insta::assert_snapshot!(error, @"module `mlp`: the factor of the weights must be positive, got 0.0");
+    assert_says!(error, "module `mlp`: the factor … must be positive, got 0.0");
     for factor in [0.0, -1.0, f64::NAN, f64::INFINITY] {
         let config = MixtureOfExpertsConfig { capacity_factor: Some(factor), ..config };
         let error = MixtureOfExperts::new(&builder(DType::F32).pp("mlp"), &config).unwrap_err();
@@ -348,9 +352,9 @@ fn unusable_sizes_are_refused() {
         ..config
     };
     let error = MixtureOfExperts::new(&builder(DType::F32).pp("mlp"), &both).unwrap_err();
-    insta::assert_snapshot!(error, @"module `mlp`: a shared expert has no clamped SwiGLU; leave one of them out");
+    assert_says!(error, "module `mlp`: a shared expert has no clamped SwiGLU …");
     let error = MixtureOfExperts::new(&ModuleBuilder::new(init).pp("mlp"), &config).unwrap_err();
-    insta::assert_snapshot!(error, @"module `mlp.experts.gate_proj`: has 4 inputs, which are no multiple of nf4's blocks of 8; leave the layer out with `trainer.quantization.exclude`, or choose another size");
+    assert_says!(error, "module `mlp.experts.gate_proj`: has 4 inputs … nf4's blocks of 8 …");
 }
 
 #[test]
@@ -362,6 +366,9 @@ fn balance_is_least_for_equal_experts() {
     assert_eq!(flat(&balance(&equal, 3)), [3.0]);
     let sure = Tensor::new(&[[100f32, 0.0, 0.0, 0.0]; 5], &Device::Cpu).unwrap();
     assert_eq!(flat(&balance(&sure, 1)), [4.0]);
-    insta::assert_snapshot!(load_balancing_loss(std::slice::from_ref(&equal), 5, 1.0).unwrap_err(), @"rows cannot use 5 of 4 experts; expected from 1 to 4");
-    insta::assert_snapshot!(load_balancing_loss(&[], 1, 1.0).unwrap_err(), @"the balance of experts follows from the logits [rows, experts] of at least one mixture of experts");
+    assert_says!(
+        load_balancing_loss(std::slice::from_ref(&equal), 5, 1.0).unwrap_err(),
+        "rows cannot use 5 of 4 experts; expected from 1 to 4"
+    );
+    assert_says!(load_balancing_loss(&[], 1, 1.0).unwrap_err(), "the balance … at least one …");
 }

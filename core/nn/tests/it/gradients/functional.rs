@@ -1,5 +1,6 @@
 use candle_core::{Device, Tensor, Var};
 use fulgurite_core::nn::functional::*;
+use fulgurite_test_message::assert_says;
 
 use super::harness::{Params, check, flat, randn};
 
@@ -116,20 +117,14 @@ fn integer_casts_keep_the_graph() {
 #[test]
 fn wrong_shapes_are_named() {
     let x = randn("x", &[2, 4]);
-    insta::assert_snapshot!(
+    assert_says!(
         rms_norm(&x, &randn("w", &[3]), 1e-5).unwrap_err(),
-        @"a norm over the last dimension of [2, 4] got a weight or bias of shape [3]"
+        "a norm … dimension of [2, 4] … weight or bias of shape [3]"
     );
-    insta::assert_snapshot!(
-        swiglu(&x, &randn("u", &[4, 2])).unwrap_err(),
-        @"swiglu takes two tensors of one shape and dtype, got [2, 4] F64 and [4, 2] F64"
-    );
-    insta::assert_snapshot!(
-        add(&x, &randn("u", &[1, 4])).unwrap_err(),
-        @"add takes two tensors of one shape and dtype, got [2, 4] F64 and [1, 4] F64"
-    );
-    insta::assert_snapshot!(
+    assert_says!(swiglu(&x, &randn("u", &[4, 2])).unwrap_err(), "swiglu … one shape … [4, 2] F64");
+    assert_says!(add(&x, &randn("u", &[1, 4])).unwrap_err(), "add takes … one shape … [1, 4] F64");
+    assert_says!(
         rope(&x, &randn("c", &[2, 4]), &randn("s", &[2, 2])).unwrap_err(),
-        @"rope takes x [.., time, head_dim] and cos and sin [time, head_dim / 2], got [2, 4], [2, 4] and [2, 2]"
+        "rope … cos and sin [time, head_dim / 2], got [2, 4], [2, 4] and [2, 2]"
     );
 }

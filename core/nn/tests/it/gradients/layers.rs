@@ -4,6 +4,7 @@ use fulgurite_core::autograd::no_grad;
 use fulgurite_core::execution::ExecutionContext;
 use fulgurite_core::module::{ForwardScope, Module, ModuleBuilder};
 use fulgurite_core::nn::*;
+use fulgurite_test_message::assert_says;
 
 use super::harness::{Params, analytic, assert_close, assert_same, builder, check, flat, randn};
 
@@ -72,10 +73,7 @@ fn embedding_sums_repeated_ids() {
         check(&[], &params, &|_| embedding.forward(&transposed));
     }
     let ids = Tensor::new(&[3i64, -1], &Device::Cpu).unwrap();
-    insta::assert_snapshot!(
-        embedding.forward(&ids).unwrap_err(),
-        @"module `(root)`: id -1 is out of range for an embedding of 9 rows; check the tokenizer's vocabulary against the model's"
-    );
+    assert_says!(embedding.forward(&ids).unwrap_err(), "module `(root)`: id -1 … range … 9 rows …");
 }
 
 #[test]
@@ -242,7 +240,7 @@ fn dropout_outside_of_a_scope_refuses_to_train() {
     }
     let default = ForwardScope::default().run(|| dropout.forward(&x));
     assert_eq!(flat(&default.unwrap()), flat(&x));
-    insta::assert_snapshot!(dropout.forward(&x).unwrap_err(), @"module `drop`: is called outside of any forward scope with gradients on, where it cannot tell whether this is training, nor which step. In a loop of your own, call the model inside of `TrainBatch::forward`, or while the guard of `Fabric::forward_scope` lives; to evaluate, use `no_grad` or `ForwardScope::default().enter()`; on a thread of your own, enter the `ExecutionContext` of the thread that gives it work");
+    assert_says!(dropout.forward(&x).unwrap_err(), "module `drop` … outside … forward scope …");
 }
 
 #[test]
@@ -272,10 +270,7 @@ fn dropout_backward_uses_the_forward_mask() {
     let y = flat(&dropout.forward(&ones).unwrap());
     let dropped = y.iter().filter(|y| **y == 0.0).count() as f64 / y.len() as f64;
     assert!((dropped - 0.25).abs() < 0.01, "{dropped}");
-    insta::assert_snapshot!(
-        Dropout::new(&b.pp("no"), 1.0).unwrap_err(),
-        @"module `no`: dropout probability 1 is not in [0, 1)"
-    );
+    assert_says!(Dropout::new(&b.pp("no"), 1.0).unwrap_err(), "module `no` … 1 is not in [0, 1)");
 }
 
 #[test]
@@ -284,16 +279,13 @@ fn wrong_inputs_are_explained() {
     let linear = Linear::new(&b.pp("up"), 3, 2).unwrap();
     let norm = RmsNorm::new(&b.pp("norm"), 3, 1e-6).unwrap();
     let _params = Params::new(&b);
-    insta::assert_snapshot!(
+    assert_says!(
         linear.forward(&randn("x", &[2, 4])).unwrap_err(),
-        @"module `up`: expected a last dimension of 3, got [2, 4]"
+        "module `up`: expected a last dimension of 3, got [2, 4]"
     );
-    insta::assert_snapshot!(
-        norm.forward(&randn("x", &[2, 4])).unwrap_err(),
-        @"module `norm`: expected a last dimension of 3, got [2, 4]"
-    );
-    insta::assert_snapshot!(
+    assert_says!(norm.forward(&randn("x", &[2, 4])).unwrap_err(), "module `norm` … 3, got [2, 4]");
+    assert_says!(
         linear.forward(&randn("x", &[2, 3]).to_dtype(DType::U32).unwrap()).unwrap_err(),
-        @"module `up`: expected an input of floating-point numbers, which it casts to F64, got U32: cast integers with `to_dtype` (pixels are usually scaled, ids go through an `Embedding`)"
+        "module `up` … floating-point numbers … casts to F64, got U32 … `to_dtype` …"
     );
 }

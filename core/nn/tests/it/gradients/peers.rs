@@ -7,6 +7,7 @@ use fulgurite_core::nn::{
     AttentionConfig, CausalSelfAttention, Documents, QkNorm, QkNormScope, RmsNorm, Rope,
     RopeConfig, RopeScaling,
 };
+use fulgurite_test_message::assert_says;
 
 use super::harness::{Params, assert_close, builder, flat};
 use super::recorded::{numbers, read, values};
@@ -259,8 +260,14 @@ fn dynamic_rope_depends_on_the_length_alone() {
 fn unusable_ropes_are_refused() {
     let config = |scaling| RopeConfig { scaling, ..RopeConfig::new(8, 1e4) };
     let new = |config: &RopeConfig| Rope::with_config(config).map(drop).unwrap_err();
-    insta::assert_snapshot!(new(&RopeConfig { rotary_dim: 10, ..RopeConfig::new(8, 1e4) }), @"rotary embedding needs an even rotary_dim of at most head_dim, 8, got 10");
-    insta::assert_snapshot!(new(&config(RopeScaling::Linear { factor: 0.5 })), @"rope scaling: factor must be at least 1, got 0.5");
+    assert_says!(
+        new(&RopeConfig { rotary_dim: 10, ..RopeConfig::new(8, 1e4) }),
+        "rotary embedding … even rotary_dim of at most head_dim, 8, got 10"
+    );
+    assert_says!(
+        new(&config(RopeScaling::Linear { factor: 0.5 })),
+        "rope scaling: factor must be at least 1, got 0.5"
+    );
     let long = RopeScaling::LongRope {
         short_factor: vec![1.0; 4],
         long_factor: vec![1.0; 3],
@@ -269,12 +276,12 @@ fn unusable_ropes_are_refused() {
         original_max_positions: 16,
         attention_factor: None,
     };
-    insta::assert_snapshot!(new(&config(long)), @"rope scaling: long_factor must have 4 numbers, one for each pair of rotated elements, got 3");
+    assert_says!(new(&config(long)), "rope scaling: long_factor must have 4 numbers … got 3");
     let llama = RopeScaling::Llama3 {
         factor: 8.0,
         low_freq_factor: 4.0,
         high_freq_factor: 4.0,
         original_max_positions: 16,
     };
-    insta::assert_snapshot!(new(&config(llama)), @"rope scaling: high_freq_factor must be above low_freq_factor, got 4 and 4");
+    assert_says!(new(&config(llama)), "rope scaling: high_freq_factor must be above … got 4 and 4");
 }

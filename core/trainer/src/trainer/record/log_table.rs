@@ -541,6 +541,7 @@ fn synchronize(
 #[cfg(test)]
 mod tests {
     use fulgurite_engine::collective::Solo;
+    use fulgurite_test_message::assert_says;
 
     use super::*;
 
@@ -647,7 +648,10 @@ mod tests {
         let mut table = LogTable::default();
         table.log("x", 0.5.into(), LogOptions::default(), EVALUATION);
         table.log("x", Sum(1.0).into(), LogOptions::default(), EVALUATION);
-        insta::assert_snapshot!(table.reduce(Stage::Epoch, &solo, true).unwrap_err(), @"logging `x`: it had a state of 2 numbers before and has one of 1 now; log different metrics under different names");
+        assert_says!(
+            table.reduce(Stage::Epoch, &solo, true).unwrap_err(),
+            "logging `x`: it had a state of 2 numbers … 1 now … different names"
+        );
     }
 
     #[test]
@@ -657,6 +661,6 @@ mod tests {
         table.log("acc", 1.0.into(), both, TRAINING);
         table.log("acc_step", 2.0.into(), LogOptions::default(), TRAINING);
         let error = table.reduce(Stage::Step, &Solo::new("world", 0), true).unwrap_err();
-        insta::assert_snapshot!(error, @"two of the values that are logged are called `acc_step`; give them different names");
+        assert_says!(error, "two of the values … are called `acc_step` … different names");
     }
 }

@@ -38,12 +38,20 @@ pub(super) fn unwritable(error: Error, step: u64) -> Error {
 
 #[cfg(test)]
 mod tests {
+    use fulgurite_test_message::assert_says;
+
     use super::*;
 
     #[test]
     fn location_that_becomes_read_only_is_explained() {
         let error = |kind: ErrorKind| Error::io("replacing", "kept/last")(kind.into());
-        insta::assert_snapshot!(unwritable(error(ErrorKind::ReadOnlyFilesystem), 5), @"checkpoint kept/last: replacing it after step 5: read-only filesystem or storage medium. Nothing can be written there any more, and the checkpoints that were saved before are whole: make the place writable, or set another `checkpoint.dir`, and go on from the last one with `trainer.ckpt_path`");
-        insta::assert_snapshot!(unwritable(error(ErrorKind::StorageFull), 5), @"replacing kept/last: no storage space");
+        assert_says!(
+            unwritable(error(ErrorKind::ReadOnlyFilesystem), 5),
+            "checkpoint kept/last: replacing it after step 5: read-only … `checkpoint.dir` …"
+        );
+        assert_says!(
+            unwritable(error(ErrorKind::StorageFull), 5),
+            "replacing kept/last: no storage space"
+        );
     }
 }
