@@ -171,7 +171,10 @@ fn misfit_weights_error_names_keys_to_set() {
         model.backbone.weight
     Nothing of it fits, so there is nothing to load. If only names differ, rename them
     "#);
-    insta::assert_snapshot!(error(&["checkpoint.load.exclude=['haed']"]), @"checkpoint DIR/full/model.safetensors: the pattern `haed` matches no parameter of the model and no tensor of the checkpoint: `backbone.weight`, `backbone.bias`, `head.weight`, `head.bias`, `lm_head.bias`, …. A pattern is the path of a module or parameter from its beginning, with `*` for a segment or a part of one");
+    assert_says!(
+        error(&["checkpoint.load.exclude=['haed']"]),
+        "checkpoint DIR/full/model.safetensors: the pattern `haed` matches no parameter … `head.weight` …"
+    );
     assert_says!(
         error(&["checkpoint.load.rename=[{ from = 'modle', to = '' }]"]),
         "checkpoint DIR/full/model.safetensors: the pattern `modle` matches no tensor …"

@@ -8,7 +8,7 @@
 //! assert_says!(error, "data: a.jsonl, line 2 … (data.text_key) … id, body");
 //! ```
 //!
-//! Where the wording is the point, or the text is a table or a file, tests use a snapshot of `insta`.
+//! Tables, files and reports are snapshots of `insta`.
 
 use std::fmt::Display;
 

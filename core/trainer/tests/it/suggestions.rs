@@ -62,7 +62,7 @@ fn names_of_other_libraries_are_translated() {
     assert_says!(start("epochs = 3"), "unknown key `epochs` … `trainer.max_epochs`?");
     assert_says!(error("trainer.maxEpochs = 3"), "unknown key `trainer.maxEpochs` … `max_epochs`?");
     // This program does not have a key for a tokenizer.
-    insta::assert_snapshot!(start("tokenizer_name = 'x'"), @"unknown key `tokenizer_name`");
+    assert_says!(start("tokenizer_name = 'x'"), "unknown key `tokenizer_name`");
 }
 
 #[test]
@@ -218,8 +218,14 @@ fn names_of_plugins_get_a_suggestion() {
     let start = |text: &str| name(text).split(" Available").next().unwrap().to_owned();
     assert_says!(start("scheduler = 'cosine_with_warmup'"), "unknown scheduler … mean `cosine`?");
     assert_says!(start("scheduler = 'StepLR'"), "unknown scheduler `StepLR`; did you mean `step`?");
-    insta::assert_snapshot!(start("scheduler = 'ReduceLROnPlateau'"), @"unknown scheduler `ReduceLROnPlateau`; the callback `reduce_lr_on_plateau` does it (`trainer.callbacks`).");
-    insta::assert_snapshot!(name("optimizer = 'shampoo'"), @"unknown optimizer `shampoo`; available: adafactor, adagrad, adam, adamw, lion, muon, rmsprop, schedule_free_adamw, sgd.");
+    assert_says!(
+        start("scheduler = 'ReduceLROnPlateau'"),
+        "unknown scheduler `ReduceLROnPlateau`; the callback `reduce_lr_on_plateau` does it (`trainer.callbacks`)."
+    );
+    assert_says!(
+        name("optimizer = 'shampoo'"),
+        "unknown optimizer `shampoo`; available: adafactor … adamw …"
+    );
 }
 
 fn variable(name: &str) -> Result<Vec<String>> {

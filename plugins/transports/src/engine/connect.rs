@@ -66,7 +66,7 @@ pub(crate) fn connect(
         }
     }
     shared.reach_all();
-    // All ranks have mapped the region, so the file is no longer needed.
+    // All ranks have mapped the region by now.
     drop(file);
     Ok(Arc::new(group))
 }

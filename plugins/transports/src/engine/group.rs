@@ -33,7 +33,7 @@ impl Identity {
         self.global_ranks[self.rank]
     }
 
-    /// Returns the group, which needs no medium, if it has one member.
+    /// Returns the group if this rank is alone in it. Such a group has no medium.
     pub(crate) fn alone(&self) -> Option<Arc<dyn ProcessGroup>> {
         let alone = || Arc::new(Solo::new(self.name.clone(), self.own_rank())) as _;
         (self.size() == 1).then(alone)
@@ -45,7 +45,7 @@ impl Identity {
     }
 }
 
-/// How the members of a group reach each other.
+/// What connects the members of a group: memory that they share, or a network.
 pub(crate) trait Medium: Send + Sync + 'static {
     type Worker: RunJobs;
 
